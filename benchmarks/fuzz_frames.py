@@ -1,0 +1,58 @@
+"""Coverage-guided fuzzing of the frame decoder: ``make fuzz ARGS=-max_total_time=300``. Needs the extra ``fuzz``.
+
+The first byte says how many follow that say how the rest, the stream, is cut. Arguments are libFuzzer's. A finding
+makes the process end with a traceback and leaves the input in a file ``crash-...``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import atheris
+
+with atheris.instrument_imports(include=["kvrelay.wire", "kvrelay.testing.frame_stream"]):
+    from kvrelay.testing.frame_stream import check
+    from kvrelay.wire import messages as m
+    from kvrelay.wire.frames import encode
+
+if TYPE_CHECKING:
+    from kvrelay.wire.base import Message
+
+
+def one(data: bytes) -> None:
+    count = data[0] % 8 if data else 0
+    check(data[1 + count :], [1 + size for size in data[1 : 1 + count]])
+
+
+def write_seeds(directory: Path) -> None:
+    """Valid streams to start from."""
+    u64s = (5).to_bytes(8, "little")
+    messages: list[tuple[Message, bytes]] = [
+        (m.Hello(1, [1], "fuzz"), b""),
+        (m.Match(2, [b"a", b"bc"], 1.0, True), b""),
+        (m.Announce(3, "group", [m.Spec(b"k", 64, 2, 4)], 5.0, None), b""),
+        (m.Write(4, [m.Part(1, 0, [7, 8])]), b"payload!"),
+        (m.Put(5, [b"key"], u64s, u64s), b"12345"),
+        (m.Get(6, [b"key"], u64s), b""),
+        (m.Got(7, 1, u64s, 0), b"12345"),
+        (m.Stats(8, {"objects": 1}), b""),
+        (m.OpenTicket(9, "ticket", 5.0), b""),
+        (m.Post(10, "ticket", b"note"), b""),
+    ]
+    streams = [encode(message, len(payload)) + payload for message, payload in messages]
+    for number, stream in enumerate([*streams, b"".join(streams)]):
+        (directory / f"seed-{number}").write_bytes(b"\x02\x03\x11" + stream)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as corpus:
+        write_seeds(Path(corpus))
+        atheris.Setup([*sys.argv, "-max_len=4096", corpus], one)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a hand-over costs on real vLLM, and its parts."""

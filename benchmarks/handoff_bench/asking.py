@@ -1,0 +1,126 @@
+"""Requests to one engine: a prompt of token ids, and how long its first token took."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from kvrelay.errors import DeadlineError, KvRelayError
+from kvrelay.testing.stack import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ANSWER_S = 300.0
+FIRST_ID, LAST_ID = 10, 2_000
+"""Token ids of prompts: in the vocabulary of every model that is measured, none of them special."""
+DECODED = 256
+"""Tokens a background request generates before the next takes its place."""
+SETTLE_S = 30.0
+
+
+class Engine:
+    """One vLLM server. Not thread-safe: one request at a time, over a connection made before it is timed.
+
+    A server closes a connection that has been idle for some seconds: none is kept.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url = url
+        self._model = model
+        where = urlsplit(url)
+        self._connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=ANSWER_S)
+
+    def stream(
+        self, prompt: Sequence[int], params: dict[str, Any] | None = None, *, tokens: int = 1
+    ) -> tuple[float, list[int]]:
+        """Seconds until the first token of a streamed answer, and the ids of its ``tokens`` tokens."""
+        self._connect()
+        began = time.perf_counter()
+        response = self._post(prompt, params, stream=True, max_tokens=tokens)
+        seconds = 0.0
+        ids: list[int] = []
+        for line in response:
+            if line.startswith(b"data: {"):
+                seconds = seconds or time.perf_counter() - began
+                for choice in json.loads(line[6:])["choices"]:
+                    ids += choice.get("token_ids") or []
+        return seconds, ids
+
+    def complete(self, prompt: Sequence[int], params: dict[str, Any] | None = None, *, tokens: int = 1) -> bytes:
+        """The whole answer, not streamed."""
+        self._connect()
+        return self._post(prompt, params, stream=False, max_tokens=tokens).read()
+
+    def _connect(self) -> None:
+        self._connection.close()
+        self._connection.connect()
+
+    def _post(
+        self, prompt: Sequence[int], params: dict[str, Any] | None, *, stream: bool, max_tokens: int
+    ) -> http.client.HTTPResponse:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+        if params is not None:
+            body["kv_transfer_params"] = params
+        self._connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = self._connection.getresponse()
+        if response.status != 200:
+            raise KvRelayError(f"{self.url} answered {response.status}: {response.read()[:300]!r}")
+        return response
+
+    def external_tokens(self) -> float:
+        """Prompt tokens this engine has taken from its connector so far."""
+        return Counters(self.url).total("vllm:external_prefix_cache_hits_total")
+
+    def generated_tokens(self) -> float:
+        """Tokens it has generated so far."""
+        return Counters(self.url).total("vllm:generation_tokens_total")
+
+    @contextmanager
+    def decoding(self, requests: int, model: str) -> Iterator[None]:
+        """Keep ``requests`` others decoding meanwhile."""
+        stop = threading.Event()
+        threads = [
+            threading.Thread(target=_keep_decoding, args=(Engine(self.url, model), number, stop), daemon=True)
+            for number in range(requests)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._until_running(requests)
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(ANSWER_S)
+
+    def _until_running(self, requests: int) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while Counters(self.url).running < requests:
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"no {requests} requests are being decoded at {self.url} after {SETTLE_S:g} s")
+            time.sleep(0.02)
+
+
+def _keep_decoding(engine: Engine, number: int, stop: threading.Event) -> None:
+    while not stop.is_set():
+        engine.complete(prompt_of(32, "background", number), tokens=DECODED)
+
+
+def prompt_of(tokens: int, *seed: object) -> list[int]:
+    """Arbitrary token ids; another seed, another prompt."""
+    return random.Random(repr(seed)).choices(range(FIRST_ID, LAST_ID), k=tokens)

@@ -1,0 +1,88 @@
+"""What hand-overs cost those who decode on D meanwhile, beside hits in D's own cache at the same rate."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Self
+
+from handoff_bench.asking import prompt_of
+from handoff_bench.legs import DECODES, Table
+from kvrelay.bench.report import median, spread
+from kvrelay.bench.section import Goal
+
+if TYPE_CHECKING:
+    from handoff_bench.asking import Engine
+    from handoff_bench.legs import Legs, Settings
+
+WINDOW = 4
+"""Requests in a window; windows of hand-overs and of local hits take turns."""
+
+
+class Rate:
+    """Tokens a second that an engine generates while this context lasts, in ``value`` after it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.value = 0.0
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._before, self._began = self._engine.generated_tokens(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        tokens = self._engine.generated_tokens() - self._before
+        self.value = tokens / (time.perf_counter() - self._began)
+
+
+class BesideTable(Table):
+    """Tokens a second of the decodes, in windows of either kind."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(
+            settings,
+            f"Tokens a second of {DECODES} decodes on D meanwhile",
+            ["contestant", "prompt", "with hand-overs", "with local hits", "time between tokens, ratio"],
+        )
+
+    def run(self, legs: Legs) -> None:
+        """Measure one contestant, if there is something to compare with."""
+        if legs.contestant.caches:
+            super().run(legs)
+        else:
+            self.section.absent[legs.contestant.name] = "D has no prefix cache to compare with"
+
+    def add(self, legs: Legs, length: int) -> None:
+        """Measure one contestant at one length."""
+        name = legs.contestant.name
+        handed, local = self._measure(legs, length)
+        ratio = median([other / one for one, other in zip(handed, local, strict=True)])
+        cells = [f"{median(values):.0f} ±{spread(values):.0%}" for values in (handed, local)]
+        self.section.rows.append([name, str(length), *cells, f"{ratio:.3f}"])
+        self.section.figures[f"{name} {length}"] = {
+            "handed_tokens_s": median(handed),
+            "local_tokens_s": median(local),
+            "itl_ratio": ratio,
+        }
+        if name == "kvrelay":
+            self.section.goals.append(Goal(f"ITL beside {length}-token hand-overs", 1.05, ratio, at_least=False))
+
+    def _measure(self, legs: Legs, length: int) -> tuple[list[float], list[float]]:
+        handed: list[float] = []
+        local: list[float] = []
+        with legs.decode.decoding(DECODES, legs.model):
+            for round_ in range(self.settings.repeats):
+                prompts = [prompt_of(length, "beside", legs.contestant.name, round_, at) for at in range(WINDOW)]
+                # P computes in both kinds of window: what differs is where D finds the prompt.
+                others = [prompt_of(length, "others", legs.contestant.name, round_, at) for at in range(WINDOW)]
+                with Rate(legs.decode) as rate:
+                    for prompt in prompts:
+                        legs.hand_over(prompt)
+                handed.append(rate.value)
+                with Rate(legs.decode) as rate:
+                    for prompt, other in zip(prompts, others, strict=True):
+                        legs.prefill.complete(other, legs.contestant.prefill_params())
+                        legs.decode.stream(prompt)
+                local.append(rate.value)
+        return handed, local

@@ -1,0 +1,93 @@
+"""The engines of one contestant, and a hand-over between them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from handoff_bench.asking import prompt_of
+from kvrelay.bench.section import Section
+from kvrelay.errors import KvRelayError
+
+if TYPE_CHECKING:
+    from handoff_bench.asking import Engine
+    from handoff_bench.contestants import Contestant
+
+CHECKED = 8
+"""Tokens of an answer that are compared with the plain engine's."""
+DECODES = 4
+"""Requests that D decodes meanwhile, where it is not idle."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``lengths``: of prompts, in tokens; ``repeats``: timed rounds of each."""
+
+    lengths: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Legs:
+    """The engines of one contestant, and the plain one that shows what is right."""
+
+    contestant: Contestant
+    prefill: Engine
+    decode: Engine
+    plain: Engine
+    model: str
+
+    def hand_over(self, prompt: list[int], *, tokens: int = 1) -> tuple[float, list[int]]:
+        """Prefill on P, then the decode leg: its seconds until the first token, and its tokens."""
+        answer = self.prefill.complete(prompt, self.contestant.prefill_params())
+        return self.decode.stream(prompt, self.contestant.decode_params(answer), tokens=tokens)
+
+    def check(self, length: int) -> None:
+        """Prove that a hand-over of this length gives the right answer without computing the prompt again.
+
+        Raises:
+            KvRelayError: it does not.
+        """
+        length += self.contestant.longer_by
+        prompt = prompt_of(length, "check", self.contestant.name, length)
+        before = self.decode.external_tokens()
+        _, ours = self.hand_over(prompt, tokens=CHECKED)
+        right = json.loads(self.plain.complete(prompt, tokens=CHECKED))["choices"][0]["token_ids"]
+        if ours != right:
+            raise KvRelayError(f"wrong answer to {length} tokens: {ours}, not {right}")
+        self.prove_taken(before, self.handed_over(length))
+
+    def handed_over(self, length: int) -> int:
+        """How many tokens of a prompt D does not compute, if all is well."""
+        return length - 1 - self.contestant.longer_by
+
+    def prove_taken(self, before: float, tokens: int) -> None:
+        """Raise `KvRelayError` unless D took ``tokens`` from its connector since its counter was ``before``."""
+        taken = self.decode.external_tokens() - before
+        if taken < tokens:
+            raise KvRelayError(f"D took {taken:.0f} of {tokens} prompt tokens: the rest was computed again")
+
+
+class Table:
+    """Collects what contestants reach, length by length. ``section``: what there is so far."""
+
+    def __init__(self, settings: Settings, title: str, header: list[str]) -> None:
+        self.settings = settings
+        self.section = Section(title, header)
+
+    def run(self, legs: Legs) -> None:
+        """Measure one contestant; what it cannot do is noted."""
+        for length in self.settings.lengths:
+            try:
+                self.add(legs, length)
+            except KvRelayError as error:
+                self.section.absent[f"{legs.contestant.name}, {length} tokens"] = str(error)
+
+    def add(self, legs: Legs, length: int) -> None:
+        """Measure one contestant at one length. Raises `KvRelayError` when it cannot do it."""
+        raise NotImplementedError
+
+    def finish(self) -> Section:
+        """The table with its goals."""
+        return self.section

@@ -1,0 +1,167 @@
+"""Section ``lookup``: how long a prefix of keys is there, one request, idle and beside transfers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import secrets
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrelay.bench.report import percentile
+from kvrelay.bench.section import Goal, Section, ratio
+from kvrelay.client.blocking import PoolClient
+from kvrelay.testing.pool import pool_process
+from kvrelay.wire import messages as m
+from pool_bench.floors import cut, timed
+from pool_bench.peer import Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.synchronize import Event
+
+KEYS = 512
+OBJECT_BYTES = 4096
+LOAD_OBJECT_BYTES = 64 << 10
+LOAD_BATCH_BYTES = 16 << 20
+PEER_LOAD_S = 8.0
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class LookupSettings:
+    """``repeats`` timed lookups of each kind."""
+
+    repeats: int
+    peers: bool
+
+
+def lookup_of(client: PoolClient) -> tuple[str, Callable[[list[bytes]], int]]:
+    """The cheapest way to ask how long a prefix is there, and its name."""
+    count = getattr(client, "count_prefix", None)
+    if count is not None:
+
+        def counted(keys: list[bytes]) -> int:
+            answer = count(keys)
+            return int(getattr(answer, "sealed", answer))
+
+    else:
+
+        def counted(keys: list[bytes]) -> int:
+            answer = client.start(m.CountPrefix(0, keys), m.Counted).result(ANSWER_S)
+            assert isinstance(answer, m.Counted)
+            return answer.sealed
+
+    return "count_prefix", counted
+
+
+def _load(address: str, ready: Event, stop: Event) -> None:
+    """Put, get and delete batches until told to stop."""
+    source = cut(memoryview(bytearray(secrets.token_bytes(LOAD_BATCH_BYTES))), LOAD_OBJECT_BYTES)
+    target = cut(memoryview(bytearray(LOAD_BATCH_BYTES)), LOAD_OBJECT_BYTES)
+    with PoolClient.connect(address, name="load") as client:
+        while not stop.is_set():
+            keys = [secrets.token_bytes(32) for _ in source]
+            client.put_many(list(zip(keys, source, strict=True)))
+            client.get_many(keys, target)
+            client.delete(keys)
+            ready.set()
+
+
+@contextmanager
+def load(address: str) -> Iterator[None]:
+    """Transfers by another process for the length of a ``with`` block."""
+    ready, stop = multiprocessing.Event(), multiprocessing.Event()
+    process = multiprocessing.Process(target=_load, args=(address, ready, stop), daemon=True)
+    process.start()
+    try:
+        if not ready.wait(30):
+            raise RuntimeError("the load did not start")
+        yield
+    finally:
+        stop.set()
+        process.join(30)
+
+
+def _times(ask: Callable[[list[bytes]], int], keys: list[bytes], repeats: int) -> list[float]:
+    return [timed(lambda: ask(keys)) for _ in range(repeats)]
+
+
+def run_lookup(settings: LookupSettings) -> Section:
+    """Ours over the UNIX socket, Mooncake Store's ``batch_is_exist`` against its master on loopback."""
+    section = Section(f"Lookup of {KEYS} keys, microseconds", ["who", "call", "beside", "p50", "p99", "p99 / p50"])
+    p50: dict[str, float] = {}
+    p99: dict[str, float] = {}
+
+    def note(who: str, call: str, beside: str, seconds: list[float]) -> None:
+        low, high = percentile(seconds, 50) * 1e6, percentile(seconds, 99) * 1e6
+        p50[f"{who} {call} {beside}"], p99[f"{who} {call} {beside}"] = low, high
+        section.rows.append([who, call, beside, f"{low:.0f}", f"{high:.0f}", f"{high / low:.1f}"])
+        section.figures[f"{who} {call}, {beside}"] = {"p50 us": round(low, 1), "p99 us": round(high, 1)}
+
+    best = ""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        pool_process(Path(directory), size="256MiB") as pool,
+        PoolClient.connect(pool.unix, name="bench") as client,
+    ):
+        keys = [secrets.token_bytes(32) for _ in range(KEYS)]
+        blocks = cut(memoryview(bytearray(secrets.token_bytes(KEYS * OBJECT_BYTES))), OBJECT_BYTES)
+        client.put_many(list(zip(keys, blocks, strict=True)))
+        best, look_up = lookup_of(client)
+        calls: dict[str, Callable[[list[bytes]], int]] = {
+            "match_prefix": lambda keys: len(client.match_prefix(keys)),
+            best: look_up,
+        }
+        for call, ask in calls.items():
+            if ask(keys) != KEYS:
+                raise AssertionError(f"{call} found {ask(keys)} of {KEYS} keys")
+            times = _times(ask, keys, settings.repeats)
+            note("kvrelay", call, "nothing", times)
+            for name, address in (("tcp transfers", pool.tcp), ("shm transfers", pool.unix)):
+                with load(address):
+                    times = _times(ask, keys, settings.repeats)
+                note("kvrelay", call, name, times)
+    if settings.peers:
+        _mooncake(section, settings, note)
+    theirs = p50.get("Mooncake batch_is_exist nothing")
+    section.goals = [
+        Goal("prefix p50 / Mooncake batch_is_exist p50", 0.1, ratio(p50[f"kvrelay {best} nothing"], theirs), False),
+        *(
+            Goal(
+                f"prefix p99 / p50 beside {name}",
+                3.0,
+                p99[f"kvrelay {best} {name}"] / p50[f"kvrelay {best} {name}"],
+                False,
+            )
+            for name in ("tcp transfers", "shm transfers")
+        ),
+    ]
+    return section
+
+
+def _mooncake(section: Section, settings: LookupSettings, note: Callable[[str, str, str, list[float]], None]) -> None:
+    with Peers() as peers:
+        peer = peers.add("Mooncake", "mooncake", LOAD_BATCH_BYTES)
+        if peer is not None:
+            keys = [secrets.token_hex(16) for _ in range(KEYS)]
+            try:
+                with peer.turn():
+                    peer.call("fill", keys=keys, size=OBJECT_BYTES)
+                    seconds = peer.call("lookups", keys=keys, repeats=settings.repeats, present=KEYS)
+                    note("Mooncake", "batch_is_exist", "nothing", seconds)
+                    loader = peers.add("Mooncake's load", "mooncake", LOAD_BATCH_BYTES, join=peer.versions["ports"])
+                    if loader is not None:
+                        with loader.turn():
+                            count = LOAD_BATCH_BYTES // LOAD_OBJECT_BYTES
+                            load_keys = [secrets.token_hex(12) for _ in range(count)]
+                            loader.send("load", keys=load_keys, size=LOAD_OBJECT_BYTES, seconds=PEER_LOAD_S)
+                            seconds = peer.call("lookups", keys=keys, repeats=settings.repeats, present=KEYS)
+                            loader.receive()
+                        note("Mooncake", "batch_is_exist", "tcp transfers", seconds)
+            except RuntimeError as error:
+                peers.drop(peer, error)
+        section.absent = peers.absent
+        section.versions = peers.versions

@@ -1,0 +1,134 @@
+"""Section ``scale``: many small objects in one pool. What each costs the server, and what they cost a lookup.
+
+Two servers: one holds few objects, one many; lookups of random keys go to them in turn. The server's memory is what is
+its own (``RssAnon``; the arena is shared memory and not in it) and what the arena loses to rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.bench.report import median, percentile
+from kvrelay.bench.section import Goal, Section
+from kvrelay.client.blocking import PoolClient
+from kvrelay.testing.pool import pool_process
+from pool_bench.floors import timed
+from pool_bench.lookup import lookup_of
+
+OBJECT_BYTES = 64
+FEW = 10_000
+BATCH = 8_192
+KEYS = 512
+LOOKUPS = 400
+TRIAL = 100_000
+"""Objects after which the memory of all is foretold, and the run given up if the machine lacks it."""
+
+
+@dataclass(frozen=True)
+class ScaleSettings:
+    """``objects`` in the pool that holds many."""
+
+    objects: int
+
+
+def key_of(number: int) -> bytes:
+    """The key of an object; its content is the key, twice."""
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is its own: neither files nor shared memory."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"no RssAnon of process {pid}")
+
+
+def available_bytes() -> int:
+    """Memory the machine has left."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("no MemAvailable")
+
+
+def _store(client: PoolClient, first: int, last: int) -> None:
+    for start in range(first, last, BATCH):
+        keys = [key_of(number) for number in range(start, min(last, start + BATCH))]
+        client.put_many([(key, memoryview(key + key)) for key in keys])
+
+
+def _check(client: PoolClient, keys: list[bytes]) -> None:
+    buffers = [memoryview(bytearray(OBJECT_BYTES)) for _ in keys]
+    found = client.get_many(keys, buffers)
+    if found != len(keys) or any(bytes(view) != key + key for view, key in zip(buffers, keys, strict=True)):
+        raise AssertionError(f"{found} of {len(keys)} small objects came back, or with wrong bytes")
+
+
+def run_scale(settings: ScaleSettings) -> Section:
+    """Fill, check, weigh, look up."""
+    count = settings.objects
+    section = Section(f"{count:,} objects of {OBJECT_BYTES} bytes", ["figure", "value"])
+    arena = f"{count * OBJECT_BYTES * 9 // 8 + (64 << 20) >> 20}MiB"
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as other,
+        pool_process(Path(one), size="64MiB") as few,
+        pool_process(Path(other), size=arena) as many,
+        PoolClient.connect(few.unix, name="bench") as small,
+        PoolClient.connect(many.unix, name="bench") as large,
+    ):
+        _store(small, 0, min(FEW, count))
+        empty = anonymous_bytes(many.process.pid)
+        start = time.monotonic()
+        trial = min(TRIAL, count)
+        _store(large, 0, trial)
+        expected = (anonymous_bytes(many.process.pid) - empty) / trial * count
+        if expected > available_bytes() * 0.8:
+            section.notes.append(
+                f"given up after {trial:,} objects: all of them would take {expected / 2**30:.1f} GiB of the server"
+            )
+            section.rows.append(["bytes an object after the trial", f"{expected / count:.0f}"])
+            section.goals = _goals(count, expected / count, None)
+            return section
+        _store(large, trial, count)
+        seconds = time.monotonic() - start
+        stat = large.stat()
+        if stat["objects"] != count:
+            raise AssertionError(f"{stat['objects']} of {count} objects are in the pool: {stat['evictions']} evicted")
+        own = (anonymous_bytes(many.process.pid) - empty) / count
+        slack = (stat["arena_bytes"] - stat["free_bytes"]) / count - OBJECT_BYTES
+        rng = random.Random(1)
+        times: dict[str, list[float]] = {"few": [], "many": []}
+        for repeat in range(LOOKUPS + 1):
+            for name, client, held in (("few", small, min(FEW, count)), ("many", large, count)):
+                keys = [key_of(rng.randrange(held)) for _ in range(KEYS)]
+                if repeat == 0:
+                    _check(client, keys)
+                call, look_up = lookup_of(client)
+                times[name].append(timed(lambda: look_up(keys)))  # noqa: B023 - run at once
+    few_us, many_us = median(times["few"][1:]) * 1e6, median(times["many"][1:]) * 1e6
+    section.figures = {
+        "objects": count,
+        "bytes an object, the server's own": round(own, 1),
+        "bytes an object, lost to rounding": round(slack, 1),
+        "objects stored a second": round(count / seconds),
+        f"{call} of {KEYS} keys, {FEW:,} objects, us": round(few_us, 1),
+        f"{call} of {KEYS} keys, {count:,} objects, us": round(many_us, 1),
+        f"{call} p99, {count:,} objects, us": round(percentile(times["many"][1:], 99) * 1e6, 1),
+    }
+    section.rows = [[name, f"{value:,}"] for name, value in section.figures.items()]
+    section.goals = _goals(count, own + slack, many_us / few_us)
+    return section
+
+
+def _goals(count: int, per_object: float, slowdown: float | None) -> list[Goal]:
+    return [
+        Goal(f"server memory an object beyond its payload, {count:,} objects, bytes", 200, per_object, False),
+        Goal(f"lookup among {count:,} / lookup among {FEW:,}", 1.3, slowdown, False),
+    ]

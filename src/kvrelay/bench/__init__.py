@@ -1,0 +1,1 @@
+"""What benchmarks share: interleaving, statistics, the record of host and commit."""

@@ -1,0 +1,178 @@
+"""``kvrelay router``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+from typing import TYPE_CHECKING
+
+from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
+from kvrelay.types import Dispatch, OnLostKv
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Awaitable, Callable
+
+    from kvrelay.router.tickets import TicketClient
+
+logger = logging.getLogger("kvrelay.router")
+_DEFAULTS = RouterSettings(prefill=(), decode=())
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``router`` and its verbs."""
+    router = subparsers.add_parser("router", help="the OpenAI-compatible prefill/decode router")
+    verbs = router.add_subparsers(dest="router_verb", required=True, metavar="VERB")
+    serve = verbs.add_parser(
+        "serve", help="route requests to running vLLM servers", description="Route requests to running vLLM servers."
+    )
+    serve.add_argument(
+        "--prefill", action="append", default=[], metavar="URL", help="a prefill engine; repeat for more"
+    )
+    serve.add_argument("--decode", action="append", default=[], metavar="URL", help="a decode engine; repeat for more")
+    serve.add_argument("--host", default=_DEFAULTS.host, help="address to listen on (%(default)s)")
+    serve.add_argument(
+        "--port", type=int, default=_DEFAULTS.port, help="port to listen on, 0 for a free one (%(default)s)"
+    )
+    serve.add_argument(
+        "--connector", default=_DEFAULTS.connector,
+        help=f"the engines' KV connector: {', '.join(PROFILES)} (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--pool", metavar="ADDRESS", help="the kvrelay pool, unix:PATH or tcp:HOST:PORT, for tickets and proofs"
+    )
+    serve.add_argument("--pool-token-file", metavar="FILE", help="file with the pool's token (or KVRELAY_POOL_TOKEN)")
+    serve.add_argument(
+        "--connect-timeout", type=float, default=_DEFAULTS.connect_timeout_s, metavar="S",
+        help="for a connection to an engine (%(default)g)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--prefill-timeout", type=float, metavar="S",
+        help="for one prefill leg, before another engine does it (three quarters of --handover-timeout)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--handover-timeout", type=float, default=_DEFAULTS.handover_timeout_s, metavar="S",
+        help="how long KV is kept for a decode engine to take (%(default)g)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--decode-timeout", type=float, default=_DEFAULTS.decode_timeout_s, metavar="S",
+        help="longest silence of a decode engine; for answers that are not streamed, their whole time (%(default)g)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--drain-timeout", type=float, default=_DEFAULTS.drain_timeout_s, metavar="S",
+        help="for requests in flight when the router is stopped (%(default)g)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--on-lost-kv", default=_DEFAULTS.on_lost_kv, metavar="POLICY",
+        help=f"when the decode side cannot have the KV: {', '.join(OnLostKv)} (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--max-reprefills", type=int, default=_DEFAULTS.max_reprefills, metavar="N",
+        help="how often one request's prompt may be prefilled again (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--dispatch", default=_DEFAULTS.dispatch, metavar="WAY",
+        help=f"when a decode leg is sent: {', '.join(Dispatch)} (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--max-body-mib",
+        type=int,
+        default=_DEFAULTS.max_body_mib,
+        metavar="N",
+        help="largest request body (%(default)s)",
+    )
+    serve.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(%(default)s)"
+    )
+    serve.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop. Exit status: 0 after SIGTERM, 130 after Ctrl-C."""
+    config = check_settings(
+        RouterSettings(
+            prefill=args.prefill,
+            decode=args.decode,
+            host=args.host,
+            port=args.port,
+            connector=args.connector,
+            pool=args.pool,
+            pool_token_file=args.pool_token_file,
+            connect_timeout_s=args.connect_timeout,
+            prefill_timeout_s=args.prefill_timeout,
+            handover_timeout_s=args.handover_timeout,
+            decode_timeout_s=args.decode_timeout,
+            drain_timeout_s=args.drain_timeout,
+            on_lost_kv=args.on_lost_kv,
+            max_reprefills=args.max_reprefills,
+            dispatch=args.dispatch,
+            max_body_mib=args.max_body_mib,
+        )
+    )
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _raise_file_limit()
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return 128 + signal.SIGINT if runner.run(_serve(config)) == signal.SIGINT else 0
+
+
+def _raise_file_limit() -> None:
+    """Allow as many connections as the system lets us: many systems begin with 1,024 open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("no more than %d files can be open at once: %s", soft, error)
+
+
+async def _serve(config: RouterConfig) -> int:
+    from kvrelay.router.service import RouterService
+
+    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    _stop_on_signals(stopped)
+    service = RouterService(config, _pool_connector(config))
+    await service.start()
+    engines = ", ".join(f"{engine.name} {engine.address.url}" for engine in service.engines.all)
+    print(f"kvrelay router ready: http://{_bracketed(config.host)}:{service.port} for {engines}", flush=True)
+    if PROFILES[config.connector].uses_pool and config.pool is None:
+        logger.info("no --pool: requests are handed over without tickets, and nothing proves it")
+    number = await stopped
+    logger.info(
+        "%s: no more requests are taken; those in flight have %g s", signal.Signals(number).name, config.drain_timeout_s
+    )
+    stopping = asyncio.create_task(service.stop())
+    again: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    _stop_on_signals(again)
+    await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done() and (cut := stopping.result()):
+        logger.warning("%d requests were cut off", cut)
+    stopping.cancel()
+    return number
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _stop_on_signals(told: asyncio.Future[int]) -> None:
+    def tell(number: int) -> None:
+        if not told.done():
+            told.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, tell, number)
+
+
+def _pool_connector(config: RouterConfig) -> Callable[[], Awaitable[TicketClient]] | None:
+    if config.pool is None:
+        return None
+    from kvrelay.client.aio import AsyncPoolClient
+
+    address, token = config.pool, config.pool_token
+    return lambda: AsyncPoolClient.connect(
+        address, name=f"router {config.host}:{config.port}", token=token, map_arena=False
+    )

@@ -1,0 +1,110 @@
+"""``kvrelay up``: start a pool, engines and a router on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.errors import ConfigError
+from kvrelay.launch.core.config import Configuration, resolve
+from kvrelay.launch.core.settings import flag_of, leaves
+
+if TYPE_CHECKING:
+    from kvrelay.launch.core.plan import Plan
+    from kvrelay.launch.core.settings import UpSettings
+
+DESCRIPTION = """\
+Start a KV pool, vLLM prefill and decode engines and the router on this machine, and stay until Ctrl-C.
+Every setting can come from a flag, an environment variable (KVRELAY_PORT, KVRELAY_PREFILL_DTYPE, ...), a TOML file or
+its default, in this order; `kvrelay config show` prints which it was. Engine settings exist for all engines (--dtype)
+and for one role (--prefill-dtype, --decode-dtype). Anything else vLLM takes goes into --engine-args, --prefill-args
+and --decode-args; write them with "=", as in --engine-args="--seed 1"."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``kvrelay up``."""
+    parser = subparsers.add_parser(
+        "up",
+        help="start everything on this machine",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_settings(parser)
+    parser.add_argument("--stop-with-parent", action="store_true", help="stop when the program that started this ends")
+    parser.set_defaults(run=run)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` one flag a setting. Only flags that are given appear in its result."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=leaves()["model"].description)
+    parser.add_argument("--config", metavar="FILE.toml", type=Path, help="read settings from a file")
+    for path, field in leaves().items():
+        flag = flag_of(path)
+        if flag is None:
+            continue
+        options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "help": field.description}
+        if field.annotation == bool | None:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        else:
+            parser.add_argument(flag, metavar="N" if path.endswith(".count") else "VALUE", **options)
+
+
+def read_settings(args: argparse.Namespace) -> Configuration:
+    """Resolve the settings of parsed arguments. Raises `ConfigError` with every problem."""
+    flags = {path: value for path, value in vars(args).items() if path in leaves() and value is not None}
+    text, file = None, args.config
+    if file is not None:
+        try:
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {file}: cannot be read: {error}; name an existing TOML file") from None
+    return resolve(flags, os.environ, text, str(file))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start, serve until told to stop, stop."""
+    from kvrelay.launch import host, preflight
+    from kvrelay.launch.core.plan import make_plan
+    from kvrelay.launch.kernel import stop_with_parent
+    from kvrelay.launch.rundir import RunDir
+
+    settings = read_settings(args).settings
+    preflight.check(settings)
+    if args.stop_with_parent:
+        stop_with_parent()
+    run_dir = RunDir(settings.run_dir)
+    names: list[str] = []
+    failed = True
+    try:
+        plan = make_plan(settings, host.facts(settings, run_dir.path))
+        names = [spec.name for spec in plan.processes]
+        run_dir.make(plan.folders)
+        for note in settings.profile.notes(settings) if settings.profile else ():
+            _report(note)
+        _report(f"logs are in {run_dir.path}")
+        status = asyncio.run(_serve(settings, plan, run_dir.path))
+        failed = False
+    finally:
+        run_dir.clean(names, keep_logs=failed and bool(names))
+        if failed and names:
+            _report(f"logs are kept in {run_dir.path}")
+    return status
+
+
+async def _serve(settings: UpSettings, plan: Plan, run_dir: Path) -> int:
+    from kvrelay.launch.local import Stack
+    from kvrelay.launch.service import Service, curl_line
+
+    def announce() -> None:
+        print(f"\nready: {plan.endpoint}\n\n  {curl_line(plan)}\n\nCtrl-C stops everything.", flush=True)
+
+    return await Service(settings, Stack(plan, run_dir, _report), _report).run(announce)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

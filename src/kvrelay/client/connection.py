@@ -1,0 +1,103 @@
+"""What both shells of the client have in common: a socket with a session on it, operations, perhaps a mapped arena."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvrelay.client.core.blocks import bytes_of
+from kvrelay.client.core.mapped import MappedArena
+from kvrelay.client.core.operations import Operations, StagePart
+from kvrelay.client.core.session import Session
+from kvrelay.client.mover import BatchMover
+from kvrelay.client.nixl_path import NixlPath
+from kvrelay.client.tensors import bytes_of_tensor
+from kvrelay.errors import PoolUnavailableError
+from kvrelay.transport.checksum import segment_sums
+from kvrelay.transport.payload import incoming
+from kvrelay.transport.shm import Arena
+from kvrelay.transport.stream import Stream
+from kvrelay.wire import messages as m
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
+    from kvrelay.client.tensors import Memory
+    from kvrelay.transport.tls import TlsSocket
+
+TIMEOUT_S = 5.0
+"""How long the pool may take to answer, beyond the time a request itself allows."""
+
+
+class Connection:
+    """A connected socket, ``sock``, of the pool at ``address``."""
+
+    welcome: m.Welcome
+
+    def __init__(self, sock: socket.socket | TlsSocket, address: str, *, is_unix: bool, reuse_staging: bool) -> None:
+        self.address = address
+        self._session = Session(partial(incoming, sums=True))
+        self._stream: Stream[m.Reply] = Stream(sock, m.AnyReply, self._session, accept_fds=is_unix)
+        self._mover = BatchMover()
+        self._ops = Operations(segment_sums, self._mover, secrets.token_hex(8), reuse_staging=reuse_staging)
+        self._mapped: Arena | None = None
+
+    @property
+    def arena(self) -> memoryview | None:
+        """The mapped arena, None on a connection without shared memory."""
+        return self._ops.arena
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self._session.closed is not None
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to be watched for its other end's going away; negative when closed."""
+        return self._stream.fileno()
+
+    def stage(self, parts: Sequence[StagePart]) -> list[memoryview]:
+        """Bytes to fill before `commit`, one view a part. See `Operations.stage` for how long they are valid."""
+        return self._ops.stage(parts)
+
+    def register_memory(self, memory: Memory) -> None:
+        """Let pages of this writable memory travel in place where NIXL is used; elsewhere nothing is needed.
+
+        It must stay until the client is closed.
+
+        Raises:
+            KvRelayError: it cannot be registered, for want of lockable memory for one.
+        """
+        view = bytes_of(bytes_of_tensor(memory), writable=True)
+        if isinstance(self._ops.whole.direct, NixlPath):
+            self._ops.whole.direct.register(view)
+
+    @property
+    def transport(self) -> str:
+        """How the bytes of whole objects travel: ``shm``, ``nixl`` or ``tcp``."""
+        direct = self._ops.whole.direct
+        return "tcp" if direct is None else "nixl" if isinstance(direct, NixlPath) else "shm"
+
+    def _map(self, reply: m.Arena | m.NixlMapped | None) -> None:
+        """Take the way to the arena that came with an answer."""
+        if isinstance(reply, m.NixlMapped):
+            self._ops.whole.direct = NixlPath(f"client-{secrets.token_hex(8)}", reply, self._mover)
+        elif reply is not None:
+            self._map_shared(reply)
+
+    def _map_shared(self, reply: m.Arena) -> None:
+        if not self._stream.received_fds:
+            raise PoolUnavailableError("the pool announced its arena and sent no descriptor")
+        self._mapped = Arena.attach(self._stream.received_fds.pop(0), reply.size)
+        self._ops.arena = self._mapped.view
+        self._ops.whole.direct = MappedArena(self._mapped.view, self._mover)
+
+    def _unmap(self) -> None:
+        self._ops.arena = None
+        direct, self._ops.whole.direct = self._ops.whole.direct, None
+        if isinstance(direct, NixlPath):
+            direct.close()
+        if self._mapped is not None:
+            self._mapped.close()

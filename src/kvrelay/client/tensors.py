@@ -1,0 +1,89 @@
+"""The bytes of a caller's memory: buffers, NumPy arrays, torch tensors on the CPU. Nothing is copied or imported."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvrelay.client.core.blocks import Blocks
+from kvrelay.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Memory: TypeAlias = Any
+"""Anything with the buffer protocol (bytes, bytearray, memoryview, NumPy arrays), with ``__array_interface__``, or a
+CPU tensor in the way of torch (``data_ptr``, ``element_size``, ``numel``, ``is_contiguous``, ``device``)."""
+
+
+def bytes_of_tensor(memory: Memory) -> memoryview:
+    """The memory itself, as it was given; the caller keeps it alive. A view of it is only checked where it is used.
+
+    Raises:
+        BadRequestError: it is none of `Memory`, not contiguous, or not in this host's memory.
+    """
+    if type(memory) is memoryview:
+        return memory
+    try:
+        return memoryview(memory)
+    except (TypeError, ValueError, BufferError):  # an array of a type that buffers do not know raises ValueError
+        return _at_address(memory)
+
+
+def all_bytes_of(memories: Iterable[Memory]) -> list[memoryview]:
+    """`bytes_of_tensor` of each."""
+    memories = list(memories)
+    if set(map(type, memories)) == {memoryview}:
+        return memories
+    return [bytes_of_tensor(memory) for memory in memories]
+
+
+def _at_address(memory: Memory) -> memoryview:
+    kind = f"{type(memory).__module__}.{type(memory).__qualname__}"
+    if hasattr(memory, "data_ptr"):
+        if memory.device.type != "cpu":
+            raise BadRequestError(f"a {kind} on {memory.device} cannot be read from here: copy it to the CPU first")
+        if not memory.is_contiguous():
+            raise BadRequestError(f"a {kind} of shape {tuple(memory.shape)} is not contiguous")
+        address, size, read_only = memory.data_ptr(), memory.numel() * memory.element_size(), False
+    elif hasattr(memory, "__array_interface__"):
+        described = memory.__array_interface__
+        if described.get("strides") is not None:
+            raise BadRequestError(f"a {kind} of shape {described['shape']} is not contiguous")
+        address, read_only = described["data"]
+        size = memory.nbytes
+    else:
+        raise BadRequestError(
+            f"a {kind} is no memory: legal are buffers (bytes, memoryview), NumPy arrays and torch tensors on the CPU"
+        )
+    if not size:
+        return memoryview(b"")
+    view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+    return view.toreadonly() if read_only else view
+
+
+def element_size(memory: Memory) -> int:
+    """Bytes of one element."""
+    size = getattr(memory, "itemsize", None)
+    if size is None:
+        size = memory.element_size() if hasattr(memory, "element_size") else memoryview(memory).itemsize
+    return int(size)
+
+
+def pages_of(
+    tensor: Memory, blocks: Sequence[tuple[bytes, int]], page_size: int, *, writable: bool = False
+) -> tuple[list[bytes], Blocks]:
+    """Keys and pages of a tensor: ``blocks`` are keys and offsets; offsets and ``page_size`` count elements.
+
+    Raises:
+        BadRequestError: a page is empty or not within the tensor, which is not contiguous, or read-only and written to.
+    """
+    view = bytes_of_tensor(tensor)
+    if not view.c_contiguous:
+        raise BadRequestError(f"a tensor of {view.nbytes} bytes is not contiguous")
+    if writable and view.readonly:
+        raise BadRequestError(f"a tensor of {view.nbytes} bytes to read into is read-only")
+    scale = element_size(tensor)
+    keys = [key for key, _ in blocks]
+    flat = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    return keys, Blocks.of_pages(flat, [offset * scale for _, offset in blocks], page_size * scale)

@@ -1,0 +1,303 @@
+"""Puts the connector's parts together for one engine, and refuses engines it cannot serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import vllm.version
+
+from kvrelay.client.token import read_token
+from kvrelay.connector import compat
+from kvrelay.connector.adapters import Adapter, Adapters
+from kvrelay.connector.codec import Codec, find_codec
+from kvrelay.connector.config import ConnectorConfig, parse_extra_config
+from kvrelay.connector.embedded import EmbeddedPool, serve_arguments
+from kvrelay.connector.facts import ModelFacts, read_model, refusals
+from kvrelay.connector.groups import read_shares
+from kvrelay.connector.layout import PagedLayer, prove
+from kvrelay.connector.link import CONNECT_S, PoolLink
+from kvrelay.connector.loader import Loader
+from kvrelay.connector.packing import NATIVE, NATIVE_FORMAT, in_native_packing
+from kvrelay.connector.rank_kv import RankKv, RankLayer
+from kvrelay.connector.saver import Saver
+from kvrelay.connector.scheduler_side import SchedulerSide
+from kvrelay.connector.staging import Staging
+from kvrelay.connector.worker_side import WorkerSide
+from kvrelay.errors import ConfigError
+from kvrelay.identity.weights import DigestCache, default_cache_file, weights_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvrelay.client.blocking import PoolClient
+    from kvrelay.connector.core.geometry import KvGeometry, KvGroup, RankShare
+    from kvrelay.connector.core.tables import Table
+    from kvrelay.connector.counters import Counters
+    from kvrelay.connector.layout import WriteKernel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine's configuration, read and checked."""
+
+    config: ConnectorConfig
+    token: str | None
+    model: ModelFacts
+    role: str
+    saves: bool
+    loads: bool
+    ranks: int
+    group: str
+    """Under which this engine's ranks write together: another engine, or this one restarted, is another group."""
+
+    def link(self, name: str, *, map_arena: bool, greet: Callable[[PoolClient], None] = lambda _: None) -> PoolLink:
+        """A connection for one thread."""
+        title = f"connector {self.config.engine} {name}"
+        config = self.config
+        return PoolLink(
+            config.pool,
+            name=title,
+            token=self.token,
+            map_arena=map_arena,
+            reconnect_s=config.reconnect_s,
+            greet=greet,
+        )
+
+
+def read_engine(vllm_config: VllmConfig, cache: KVCacheConfig) -> Engine:
+    """Read an engine's configuration; raises `ConfigError` for one the connector does not serve, naming all reasons."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.engine_id))
+    problems: list[str] = []
+    if transfer.kv_load_failure_policy != "recompute" and not config.allow_load_failures:
+        problems.append(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a pool that goes away would fail "
+            "requests; set it to 'recompute' (or allow_load_failures to true)"
+        )
+    try:
+        compat.check_version(vllm.version.__version__, allow_untested=config.allow_untested_vllm)
+    except ConfigError as error:
+        problems += error.problems
+    problems += refusals(vllm_config, cache)
+    if problems:
+        raise ConfigError(*problems)
+    model = read_model(vllm_config, cache)
+    _refuse_windows_below(config.chunk_tokens, model.groups.geometry)
+    codecs: dict[int, str] = {}
+    for table in model.groups.tables.tables:
+        # What its layers really use is looked at when there are some; this much is known of the machine.
+        group = model.groups.geometry.groups[table.group]
+        backend, isa = compat.expected_attention(model.groups.dtype, table.block_tokens, group)
+        codecs[table.group] = _codec(backend, isa, table, group).name
+    if config.packing == NATIVE:
+        model = in_native_packing(model, [codecs[at] for at in sorted(codecs)], config.chunk_tokens)
+    replica = compat.replica(vllm_config)
+    if replica is not None and config.embedded_pool is not None:
+        raise ConfigError(
+            "embedded_pool is not supported with data-parallel replicas: each would run a pool at the same address; "
+            "run more engines instead, or a pool of its own"
+        )
+    if replica is not None:
+        config = replace(config, engine=f"{config.engine}-dp{replica}")
+    return Engine(
+        config=config,
+        token=read_token(config.token_file),
+        model=model,
+        role=str(transfer.kv_role),
+        saves=transfer.is_kv_producer or config.save_decode,
+        loads=transfer.is_kv_consumer,
+        ranks=parallel.world_size,
+        group=f"{config.engine}/{transfer.engine_id}",
+    )
+
+
+def _refuse_windows_below(chunk_tokens: int, geometry: KvGeometry) -> None:
+    """A chunk is complete in a step of which the engine has kept only the window before: all of it must be there."""
+    windows = [group.window for group in geometry.groups if group.window]
+    if windows and min(windows) < chunk_tokens:
+        raise ConfigError(
+            f"chunk_tokens is {chunk_tokens} and the model's sliding window {min(windows)}: "
+            f"set chunk_tokens to at most {min(windows)} on all engines"
+        )
+
+
+def _codec(backend: str, isa: str, table: Table, group: KvGroup) -> Codec:
+    return find_codec(
+        backend, isa, block_tokens=table.block_tokens, head_size=group.head_size, item_bytes=group.item_bytes
+    )
+
+
+def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters) -> SchedulerSide:
+    """The scheduler's side, connected; raises `ConfigError` if the weights have no identity or the pool refuses us."""
+    config = engine.config
+    facts = {
+        **engine.model.facts,
+        "chunk_tokens": str(config.chunk_tokens),
+        "weights": config.weights_id or _weights(vllm_config),
+    }
+    embedded = EmbeddedPool(serve_arguments(config)) if config.embedded_pool is not None else None
+    if embedded is not None:
+        embedded.start()
+    lora = vllm_config.lora_config is not None
+    adapters = Adapters(DigestCache(default_cache_file(os.environ)), compat.adapter_folder) if lora else None
+    side = SchedulerSide(
+        config,
+        facts=facts,
+        geometry=engine.model.groups.geometry,
+        tables=engine.model.groups.tables,
+        ranks=engine.ranks,
+        saves=engine.saves,
+        loads=engine.loads,
+        role=engine.role,
+        counters=counters,
+        make_link=lambda greet: engine.link("scheduler", map_arena=False, greet=greet),
+        on_close=embedded.close if embedded is not None else lambda: None,
+        adapters=adapters,
+        sync_loads=takes_sync_loads(vllm_config),
+    )
+    if adapters is not None:
+        _watch(vllm_config, adapters, side)
+    side.start()
+    log.info("kvrelay: engine %s, %s, namespace %s", config.engine, engine.role, side.namespace[:16])
+    return side
+
+
+def takes_sync_loads(vllm_config: VllmConfig) -> bool:
+    """Whether the engine knows how a step's loads ended before it schedules the next step, and then recomputes.
+
+    Otherwise it could schedule, meanwhile, a request that takes what failed to be loaded for computed.
+    """
+    return (
+        vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        and vllm_config.parallel_config.pipeline_parallel_size == 1
+        and not vllm_config.scheduler_config.async_scheduling
+    )
+
+
+def _watch(vllm_config: VllmConfig, adapters: Adapters, side: SchedulerSide) -> None:
+    """See which files the engine reads, when it reads them."""
+
+    def loading(adapter: Adapter) -> None:
+        if adapters.loading(adapter):
+            side.adapter_spoiled(adapter.number)
+
+    compat.watch_adapters(vllm_config, loading)
+
+
+def _weights(vllm_config: VllmConfig) -> str:
+    cache = DigestCache(default_cache_file(os.environ))
+    return weights_identity(compat.model_folder(vllm_config), cache)
+
+
+def build_worker(
+    vllm_config: VllmConfig, engine: Engine, kv_caches: dict[str, torch.Tensor], counters: Counters
+) -> WorkerSide:
+    """One rank's side, its threads running; raises `ConfigError` when its KV cache has no proven codec."""
+    config, model = engine.config, engine.model
+    kv = _rank_kv(vllm_config, model, kv_caches)
+    side = WorkerSide(
+        layers=len(kv.layers),
+        tables=model.groups.tables,
+        hold_s=config.save_timeout_s,
+        announce_wait_s=config.announce_wait_s,
+        sync_load_wait_s=config.sync_load_timeout_s,
+    )
+    rank = vllm_config.parallel_config.rank
+    links = [engine.link(f"rank {rank} loads {at}", map_arena=True) for at in range(config.load_threads)]
+    saving = engine.link(f"rank {rank} saves", map_arena=True)
+    prompt = engine.link(f"rank {rank} loads synchronously", map_arena=True)
+    syncs = (
+        engine.loads and model.groups.tables.divisible and config.sync_load_bytes > 0 and takes_sync_loads(vllm_config)
+    )
+    started = [*(links if engine.loads else ()), *((saving,) if engine.saves else ()), *((prompt,) if syncs else ())]
+    for link in started:
+        link.start()
+    saver = Saver(
+        kv=kv,
+        group=engine.group,
+        link=saving,
+        counters=counters,
+        name="kvrelay saves",
+    )
+
+    staging = Staging(config.staging_mib << 20)
+
+    def make_loader(links: Sequence[PoolLink], timeout_s: float, name: str, *, lazy: bool = False) -> Loader:
+        return Loader(
+            kv=kv,
+            links=links,
+            timeout_s=timeout_s,
+            cancelled=side.is_cancelled,
+            ended=side.load_ended,
+            staging=staging,
+            stage_ended=side.stage_ended,
+            unstaged=side.is_unstaged,
+            counters=counters,
+            name=name,
+            lazy=lazy,
+        )
+
+    early = [engine.link(f"rank {rank} loads early {at}", map_arena=True) for at in range(config.max_early_loads)]
+    side.start(
+        saver,
+        make_loader(links, config.load_timeout_s, "kvrelay loads"),
+        make_loader([prompt], config.sync_load_timeout_s, "kvrelay synchronous loads") if syncs else None,
+        make_loader(early, config.early_load_timeout_s, "kvrelay early loads", lazy=True) if early else None,
+    )
+    # An engine that says it is ready has its connections, or knows that there is no pool: its first request must not
+    # come before them.
+    for link in started:
+        link.settle(CONNECT_S + 1.0)
+    return side
+
+
+def _rank_kv(vllm_config: VllmConfig, model: ModelFacts, kv_caches: dict[str, torch.Tensor]) -> RankKv:
+    """This rank's layers in order, their codecs proven against the kernels that write them."""
+    groups = model.groups
+    shares = read_shares(vllm_config, groups)
+    told = model.facts["codec"].split(",") if model.facts["packing"] == NATIVE_FORMAT else None
+    codecs: dict[tuple[int, str, str], Codec] = {}
+    layers = []
+    places = [share.first_layer for share in shares]
+    for layer in groups.layers:
+        table, share = groups.tables.tables[layer.table], shares[layer.group]
+        group = groups.geometry.groups[layer.group]
+        kind = (layer.table, *compat.attention_kind(vllm_config, layer.name))
+        if kind not in codecs:
+            codecs[kind] = codec = _codec(kind[1], kind[2], table, group)
+            if told is not None and told[layer.group] != codec.name:
+                raise ConfigError(
+                    f"layers have codec {codec.name}, the namespace says {told[layer.group]}: a bug, report it"
+                )
+            _prove(codec, compat.write_kernel(kind[1], kind[2], groups.dtype, table.block_tokens), table, group, share)
+            log.info("kvrelay: codec %s proven for %s/%s, blocks of %d", codec.name, *kind[1:], table.block_tokens)
+        pages = compat.kv_pages(kv_caches[layer.name], group.item_bytes)
+        if pages.shape[1] != share.heads:
+            raise ConfigError(f"layer {layer.name} keeps {pages.shape[1]} KV heads on this rank, not {share.heads}")
+        sizes = {"block_tokens": table.block_tokens, "head_size": group.head_size}
+        paged = PagedLayer(pages, codecs[kind], native=told is not None, **sizes)
+        layers.append(RankLayer(paged, layer.group, places[layer.group], layer.table))
+        places[layer.group] += 1
+    return RankKv.of(groups.geometry, shares, layers, groups.tables)
+
+
+def _prove(codec: Codec, write_kernel: WriteKernel, table: Table, group: KvGroup, share: RankShare) -> None:
+    prove(
+        codec,
+        write_kernel,
+        heads=share.heads,
+        block_tokens=table.block_tokens,
+        head_size=group.head_size,
+        dtype=np.dtype(f"u{group.item_bytes}"),
+        native=group.block_tokens > 1,
+    )

@@ -1,0 +1,315 @@
+"""Everything the connector takes from vLLM that differs, or may come to differ, between its versions."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.connector.adapters import Adapter
+from kvrelay.errors import ConfigError
+from kvrelay.identity.core.chunks import Extra
+from kvrelay.types import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvrelay.connector.core.geometry import KvGroup
+    from kvrelay.connector.holds import Holds
+    from kvrelay.connector.layout import WriteKernel
+
+log = logging.getLogger(__name__)
+
+TESTED = (0, 32)
+"""The vLLM version (major, minor) this connector is tested with."""
+
+
+def check_version(version: str, *, allow_untested: bool) -> None:
+    """Raise `ConfigError` for an untested vLLM, or warn if that is allowed."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers == TESTED:
+        return
+    tested = ".".join(map(str, TESTED))
+    text = f"vLLM {version} is not the tested {tested}.x"
+    if not allow_untested:
+        raise ConfigError(f"{text}: install vllm=={tested}.*, or set allow_untested_vllm to try")
+    log.warning("kvrelay: %s: the connector may misbehave", text)
+
+
+def make_known(name: str, module: str) -> None:
+    """Enter a connector in vLLM's registry, where its MultiConnector looks for the statistics of its parts."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+LOADED_WHOLE = ("auto", "hf", "safetensors", "pt", "npcache", "gguf", "mistral", "bitsandbytes", "fastsafetensors")
+"""Load formats that read the weight files of a folder, or one file."""
+
+
+def model_folder(config: VllmConfig) -> str:
+    """Folder or file the weights are read from: that of the snapshot, for a hub model.
+
+    Raises:
+        ConfigError: the weights are not read from files of this machine.
+    """
+    model, load = config.model_config, config.load_config
+    mend = "set weights_id in kv_connector_extra_config to a name that changes whenever the weights do"
+    if load.load_format not in LOADED_WHOLE or model.model_weights:
+        raise ConfigError(f"weights of load format {load.load_format!r} cannot be identified: {mend}")
+    if Path(model.model).exists():
+        return str(model.model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(
+            snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the weights of {model.model!r} cannot be identified ({error}): {mend}") from error
+
+
+def replica(config: VllmConfig) -> int | None:
+    """This engine's number among the data-parallel replicas behind one address; ``None`` where there are none.
+
+    Replicas of a dense model are engines of their own to vLLM, which then says there is one: only the index and the
+    suffix it has given the engine id still tell.
+    """
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return int(parallel.data_parallel_rank)
+    index = int(parallel.data_parallel_index)
+    return index if str(config.kv_transfer_config.engine_id).endswith(f"_dp{index}") else None
+
+
+# --- the scheduler's objects ---
+
+
+CONTENT_DIGEST = re.compile(r"([^:]*:)?([0-9a-f]{64}|[0-9a-f]{128})")
+"""What vLLM calls a medium whose content it has hashed, after the name of an adapter that changes its encoding."""
+
+
+def nameable_tokens(request: Request) -> Sequence[int] | None:
+    """The request's token ids, which vLLM appends to; where something else is in the prompt they stand for it.
+
+    ``None`` if that something has no name: media whose content vLLM did not hash (called by the client or by the
+    request instead), embeddings on another device, a prompt that may still grow.
+    """
+    if request.resumable or not all(CONTENT_DIGEST.fullmatch(media.identifier) for media in request.mm_features):
+        return None
+    if request.prompt_embeds is not None and request.prompt_embeds.device.type != "cpu":
+        return None
+    return request.all_token_ids  # type: ignore[no-any-return]
+
+
+def media(request: Request) -> list[Extra]:
+    """Images and the like in the prompt, each by the digest of its content and the tokens that stand for it."""
+    return [
+        Extra(
+            medium.mm_position.offset,
+            medium.mm_position.offset + medium.mm_position.length,
+            sha256(f"{medium.modality}:{medium.identifier}".encode()).digest(),
+        )
+        for medium in request.mm_features
+    ]
+
+
+def embeddings(request: Request) -> Callable[[int], list[Extra]] | None:
+    """Makes the digests of the prompt's embeddings, for chunks of as many tokens; ``None`` if it has none."""
+    tensor = request.prompt_embeds
+    if tensor is None:
+        return None
+    is_token = request.prompt_is_token_ids
+
+    def digests(chunk_tokens: int) -> list[Extra]:
+        import torch
+
+        found = []
+        for start in range(0, len(tensor), chunk_tokens):
+            part = tensor[start : start + chunk_tokens].contiguous()
+            told = sha256(f"{part.dtype}:{tuple(part.shape)}:".encode())
+            told.update(bytes(is_token[start : start + len(part)]) if is_token is not None else b"")
+            told.update(part.view(torch.uint8).numpy().data)
+            found.append(Extra(start, start + len(part), told.digest()))
+        return found
+
+    return digests
+
+
+def adapter(asked: LoRARequest | None, config: VllmConfig) -> Adapter | None:
+    """The LoRA adapter of a request, or that the engine is told to load."""
+    if asked is None:
+        return None
+    variant = f"{config.lora_config.lora_dtype}{'/3d' if asked.is_3d_lora_weight else ''}"
+    return Adapter(asked.lora_name, asked.lora_int_id, asked.lora_path, variant, asked.load_inplace)
+
+
+def adapter_folder(path: str) -> str:
+    """Where vLLM finds an adapter's files: it has fetched them already if they are a hub's."""
+    if Path(path).is_absolute():
+        return path
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    return str(get_adapter_absolute_path(path))
+
+
+def watch_adapters(config: VllmConfig, loading: Callable[[Adapter], None]) -> None:
+    """Have ``loading`` called whenever this process's engine is told to load an adapter, before it reads its files.
+
+    vLLM tells connectors nothing of it, and without it nobody knows what the files held when they were read.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.add_lora
+
+    # vLLM decodes what it is called with after the annotations of the method it finds: they must stay the original's.
+    @functools.wraps(original)
+    def add_lora(self: EngineCore, lora_request: LoRARequest) -> bool:
+        if (asked := adapter(lora_request, config)) is not None:
+            loading(asked)
+        return bool(original(self, lora_request))
+
+    EngineCore.add_lora = add_lora
+
+
+def skip_reason(request: Request) -> Reason:
+    """Why the engine itself takes no external KV for this request."""
+    sampling = request.sampling_params
+    if sampling is not None and sampling.prompt_logprobs is not None:
+        return Reason.PROMPT_LOGPROBS
+    return Reason.MISS if request.skip_reading_prefix_cache else Reason.NONE
+
+
+def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
+    """(request, tokens computed before this step, tokens computed in it), for every request of a step."""
+    counts = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, counts[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, computed, counts[request_id]
+
+
+def block_tables(output: SchedulerOutput, request_id: str) -> Sequence[Sequence[int]]:
+    """The request's whole block tables, one a KV cache group."""
+    return output.kv_connector_block_state.get_block_ids(request_id)  # type: ignore[no-any-return]
+
+
+def bind_holds(holds: Holds, pool: BlockPool) -> None:
+    """Let blocks be held by reference in the engine's block pool."""
+    blocks = pool.blocks
+    holds.bind(
+        blocks=len(blocks),
+        touch=lambda ids: pool.touch([blocks[block] for block in ids]),
+        free=lambda ids: pool.free_blocks([blocks[block] for block in ids]),
+    )
+
+
+def preempted(output: SchedulerOutput) -> set[str]:
+    """Requests that lost their blocks in this step."""
+    return output.preempted_req_ids or set()
+
+
+# --- the worker's tensors ---
+
+
+def attention_kind(config: VllmConfig, layer_name: str) -> tuple[str, str]:
+    """Attention backend of a layer, and the instruction set it really uses."""
+    layer = config.compilation_config.static_forward_context[layer_name]
+    backend = layer.get_attn_backend().get_name()
+    return backend, str(getattr(layer, "isa", ""))
+
+
+def cpu_isa(dtype: str, block_tokens: int, head_size: int) -> str:
+    """The instruction set the CPU backend will choose on this machine."""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(getattr(torch, dtype), block_tokens, head_size))
+
+
+def expected_attention(dtype: str, block_tokens: int, group: KvGroup) -> tuple[str, str]:
+    """The attention backend the CPU platform will choose for a group, and its instruction set."""
+    return ("CPU_MLA", "") if group.planes == 1 else ("CPU_ATTN", cpu_isa(dtype, block_tokens, group.head_size))
+
+
+def kv_pages(tensor: torch.Tensor, item_bytes: int) -> np.ndarray[Any, Any]:
+    """A layer's KV tensor, ``[block][head][token][content]`` with strides of its own, as unsigned integers in place."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"KV cache on {tensor.device.type} is not supported yet: run this engine on a CPU")
+    if tensor.element_size() != item_bytes or tensor.ndim != 4:
+        raise ConfigError(
+            f"KV cache of shape {tuple(tensor.shape)} with items of {tensor.element_size()} bytes is not "
+            f"(blocks, heads, tokens, content) of {item_bytes}: not supported yet"
+        )
+    bits = tensor.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[item_bytes])
+    pages: np.ndarray[Any, Any] = bits.numpy()
+    if pages.size and pages.__array_interface__["data"][0] != tensor.data_ptr():
+        raise ConfigError("the KV cache cannot be mapped without a copy")
+    return pages
+
+
+def write_kernel(backend: str, isa: str, dtype: str, block_tokens: int) -> WriteKernel:
+    """VLLM's own cache-write kernel, as `kvrelay.connector.layout.prove` wants it."""
+    return mla_write_kernel(dtype) if backend == "CPU_MLA" else cpu_write_kernel(isa, dtype, block_tokens)
+
+
+def mla_write_kernel(dtype: str) -> WriteKernel:
+    """How the CPU's MLA backend writes its cache."""
+    import torch
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
+        kind = getattr(torch, dtype)
+        given = torch.from_numpy(tokens).view(kind)[0, 0]
+        size = given.shape[-1]
+        cache = torch.from_numpy(pages).view(kind).view(pages.shape[0], -1, size)
+        latent = size * 8 // 9  # where they are joined changes nothing: DeepSeek's are 512 and 64
+        CPUMLAImpl.do_kv_cache_update(
+            None,
+            given[:, :latent],
+            given[:, None, latent:],
+            cache,
+            torch.tensor(list(slots), dtype=torch.int64),
+            "auto",
+            None,
+        )
+
+    return write
+
+
+def cpu_write_kernel(isa: str, dtype: str, block_tokens: int) -> WriteKernel:
+    """VLLM's own cache-write kernel, as `kvrelay.connector.layout.prove` wants it."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
+        kind = getattr(torch, dtype)
+        blocks, heads, items = pages.shape
+        cache = torch.from_numpy(pages).view(kind).view(blocks, heads, 2 * block_tokens, items // (2 * block_tokens))
+        keys, values = cache.chunk(2, dim=2)
+        given = torch.from_numpy(tokens).view(kind)
+        ops.cpu_attn_reshape_and_cache(
+            given[:, 0].transpose(0, 1).contiguous(),
+            given[:, 1].transpose(0, 1).contiguous(),
+            keys,
+            values,
+            torch.tensor(list(slots), dtype=torch.int64),
+            isa,
+        )
+
+    return write

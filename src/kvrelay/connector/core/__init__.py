@@ -1,0 +1,1 @@
+"""The connector's decisions, without vLLM, torch or I/O."""

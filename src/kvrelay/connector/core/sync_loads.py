@@ -1,0 +1,78 @@
+"""Which loads are synchronous, and what must be known of those under way. Pure.
+
+A synchronous load is done before the forward pass of the step that claims it, so it costs no step of its own, but holds
+up everybody in that step: a budget of bytes bounds that. The engine names the blocks it loads into in its prefix cache
+before they hold anything, which has two consequences. Another request must not take them for computed in the same step.
+And when the load fails, their names must be taken away: if the request ended before it has computed them again, the
+next one that begins alike would take whatever they hold for its KV.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvrelay.connector.core.orders import LoadOrder, LoadOutcome
+
+REST_CLAIMS = 32
+"""After a failed one so many loads are asynchronous: what made it fail would hold up every step."""
+
+
+class Ended(Struct, frozen=True):
+    """How a synchronous load ended, on all ranks."""
+
+    computed: int
+    """Tokens the engine counts as computed: up to the first block that lacks one."""
+    untrue: tuple[int, ...]
+    """The request's blocks from there on: what they are called in the prefix cache is not what they hold."""
+
+
+class SyncLoads:
+    """The synchronous loads of one engine."""
+
+    def __init__(self, limit_bytes: int, block_tokens: int) -> None:
+        """``limit_bytes``: of all in one step; 0: none."""
+        self._limit = self._left = limit_bytes
+        self._block = block_tokens
+        self._rest = 0
+        self._under_way: dict[str, tuple[LoadOrder, tuple[int, ...]]] = {}
+        self._starts: list[int] = []
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether a load of so many bytes may still be done in this step."""
+        return not self._rest and size_bytes <= self._left
+
+    def overlaps(self, local: int) -> bool:
+        """Whether the first ``local`` tokens of a request may lie in blocks this step is only about to load."""
+        return any(local > start for start in self._starts)
+
+    def claim(self, order: LoadOrder, table: Sequence[int], size_bytes: int) -> None:
+        """A synchronous load was ordered; ``table``: all blocks of the request."""
+        self._left -= size_bytes
+        self._starts.append(order.start)
+        self._under_way[order.request_id] = (order, tuple(table))
+
+    def passed_by(self) -> None:
+        """A load was ordered asynchronously."""
+        self._rest = max(0, self._rest - 1)
+
+    def new_step(self) -> None:
+        """The step's orders are given out."""
+        self._left = self._limit
+        self._starts.clear()
+
+    def ended(self, request_id: str, outcome: LoadOutcome) -> Ended | None:
+        """What a reported load comes to; ``None`` if it was not synchronous."""
+        known = self._under_way.pop(request_id, None)
+        if known is None:
+            return None
+        order, table = known
+        if outcome.valid_end >= order.end:
+            return Ended(order.end, ())
+        self._rest = REST_CLAIMS
+        block = max(outcome.valid_end, order.start) // self._block
+        return Ended(block * self._block, table[block:])

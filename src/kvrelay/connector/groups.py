@@ -1,0 +1,227 @@
+"""What vLLM's KV cache groups are to the connector: groups of layers, block tables, and kinds that are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.connector.core.geometry import KvGeometry, KvGroup, RankShare, rank_share
+from kvrelay.connector.core.tables import Table, Tables
+from kvrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FULL, WINDOW, LATENT = "full_attention", "sliding_window", "latent_attention"
+KINDS = {"FullAttentionSpec": FULL, "SlidingWindowSpec": WINDOW, "MLAAttentionSpec": LATENT}
+"""Names of vLLM's specs that the connector supports."""
+WHY = {
+    "MambaSpec": "mamba layers (vLLM tells no connector when their state is computed)",
+    "ChunkedLocalAttentionSpec": "chunked local attention",
+    "SlidingWindowMLASpec": "MLA with a sliding window",
+    "CrossAttentionSpec": "cross-attention",
+    "EncoderOnlyAttentionSpec": "encoder attention",
+    "SinkFullAttentionSpec": "attention sinks kept in blocks",
+    "RSWASpec": "attention with a gap",
+}
+NULL_BLOCK = 0
+"""VLLM's block that stands for none: the first of every block pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """One of this process's attention layers."""
+
+    name: str
+    number: int
+    """In the whole model."""
+    group: int
+    """Of the geometry."""
+    table: int
+    """VLLM's KV cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGroups:
+    """The KV of one engine's model."""
+
+    geometry: KvGeometry
+    kinds: tuple[str, ...]
+    """Of each group."""
+    tables: Tables
+    layers: tuple[LayerFacts, ...]
+    """In the model's order."""
+    dtype: str
+
+
+def dtype_name(dtype: object) -> str:
+    """Such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def layer_index(name: str) -> int:
+    """The layer's number in the whole model, from a name such as ``model.layers.3.self_attn.attn``."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise ConfigError(f"attention layer {name!r} does not name one layer number: this model is not supported yet")
+    return int(numbers[0])
+
+
+def _specs(cache: KVCacheConfig) -> Iterator[tuple[int, str, KVCacheSpec]]:
+    """(table, layer, spec) of every layer."""
+    for table, group in enumerate(cache.kv_cache_groups):
+        spec = group.kv_cache_spec
+        each = getattr(spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            yield table, name, spec if each is None else each[name]
+
+
+def group_refusals(config: VllmConfig, cache: KVCacheConfig) -> list[str]:
+    """What the connector does not support of a model's KV, each reason once."""
+    found: dict[str, None] = {}
+    for _, _, spec in _specs(cache):
+        found.update(dict.fromkeys(_spec_refusals(config, spec)))
+    if not cache.kv_cache_groups:
+        found["a model without KV cache is not supported: run it without the connector"] = None
+    if found:
+        return list(found)
+    shapes = {_shape(config, spec) for _, _, spec in _specs(cache)}
+    if len({item_bytes for *_, item_bytes in shapes}) > 1:
+        found["KV of different types in one model is not supported yet: set --kv-cache-dtype auto"] = None
+    if len(shapes) > 1 and config.parallel_config.pipeline_parallel_size > 1:
+        found[
+            "pipeline parallelism of a model with several kinds of attention is not supported yet: "
+            "set --pipeline-parallel-size 1"
+        ] = None
+    return list(found)
+
+
+def _spec_refusals(config: VllmConfig, spec: Any) -> Iterator[str]:
+    name = type(spec).__name__
+    if name not in KINDS:
+        yield f"KV cache of kind {WHY.get(name, name)} is not supported yet: use full, sliding-window or MLA attention"
+        return
+    if KINDS[name] == LATENT:  # on CPUs its prefill and its decode disagree (docs/connector.md): none would be right
+        yield "MLA attention is not supported yet: use a model with full or sliding-window attention"
+        return
+    if getattr(spec, "attention_chunk_size", None) is not None:
+        yield "chunked attention is not supported yet: use full, sliding-window or MLA attention"
+    if dtype_name(spec.dtype) not in ITEM_BYTES:
+        yield (
+            f"KV cache dtype {config.cache_config.cache_dtype} is not supported: set --kv-cache-dtype auto, float16 or "
+            "bfloat16"
+        )
+    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None) is not None:
+        yield "compressed MLA is not supported yet: use a model of DeepSeek's V2 or V3 architecture"
+    if getattr(spec, "extra_retained_tokens", 0):
+        yield "speculative decoding that keeps tokens beyond the window is not supported yet: use method ngram, or none"
+    wanted = 0 if KINDS[name] == LATENT else spec.head_size
+    if getattr(spec, "head_size_v", wanted) != wanted:
+        yield "K and V of different head sizes are not supported"
+    total = config.model_config.get_total_num_kv_heads()
+    expected = 1 if KINDS[name] == LATENT else max(1, total // config.parallel_config.tensor_parallel_size)
+    if getattr(spec, "num_kv_heads", expected) != expected:
+        yield f"layers of {spec.num_kv_heads} KV heads in a model of {total} are not supported yet"
+
+
+def _shape(config: VllmConfig, spec: Any) -> tuple[str, int, int, int, int, int]:
+    """(kind, window, heads, planes, head size, item bytes), which layers of one group share."""
+    kind = KINDS[type(spec).__name__]
+    latent = kind == LATENT
+    heads = 1 if latent else config.model_config.get_total_num_kv_heads()
+    window = spec.sliding_window if kind == WINDOW else 0  # a full spec may name one: vLLM keeps all tokens then
+    return kind, window, heads, 1 if latent else 2, spec.head_size, ITEM_BYTES[dtype_name(spec.dtype)]
+
+
+def read_groups(config: VllmConfig, cache: KVCacheConfig) -> ModelGroups:
+    """Read the KV of a model of which `group_refusals` found none; raises `ConfigError` for layers it cannot tell."""
+    specs = [(layer_index(name), name, table, spec) for table, name, spec in _specs(cache)]
+    specs.sort(key=lambda layer: layer[0])
+    numbers = [number for number, *_ in specs]
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError("layers with several KV caches each (such as an indexer's) are not supported yet")
+    shape_of = {number: _shape(config, spec) for number, _, _, spec in specs}
+    shapes = sorted(set(shape_of.values()), key=lambda shape: (shape[1] > 0, shape))
+    several = len(shapes) > 1
+    everything = tuple(range(config.model_config.get_total_num_hidden_layers()))
+    groups = tuple(
+        KvGroup(
+            # A stage of a pipeline knows its own layers only; those of the others are of the same kind.
+            layers=tuple(number for number in numbers if shape_of[number] == shape) if several else everything,
+            heads=heads,
+            head_size=head_size,
+            item_bytes=item_bytes,
+            planes=planes,
+            window=window,
+            tag=b"%d" % at if several else b"",
+        )
+        for at, shape in enumerate(shapes)
+        for _, window, heads, planes, head_size, item_bytes in (shape,)
+    )
+    layers = tuple(LayerFacts(name, number, shapes.index(shape_of[number]), table) for number, name, table, _ in specs)
+    return ModelGroups(
+        geometry=KvGeometry(groups),
+        kinds=tuple(kind for kind, *_ in shapes),
+        tables=_tables(cache, layers, groups),
+        layers=layers,
+        dtype=dtype_name(specs[0][3].dtype),
+    )
+
+
+def _tables(cache: KVCacheConfig, layers: Sequence[LayerFacts], groups: Sequence[KvGroup]) -> Tables:
+    tables = []
+    for number, group in enumerate(cache.kv_cache_groups):
+        of = {layer.group for layer in layers if layer.table == number}
+        if len(of) != 1:
+            raise ConfigError("layers of different shapes under one block table are not supported yet")
+        tables.append(Table(group.kv_cache_spec.block_size, of.pop()))
+    return Tables(tuple(tables), tuple(group.window for group in groups), NULL_BLOCK)
+
+
+def describe(groups: ModelGroups) -> str:
+    """The groups as a fact of the namespace: kinds and windows, and whose layers if there are several."""
+    told = []
+    for kind, group in zip(groups.kinds, groups.geometry.groups, strict=True):
+        window = f"({group.window})" if group.window else ""
+        layers = f":{_ranges(group.layers)}" if len(groups.kinds) > 1 else ""
+        told.append(f"{kind}{window}{layers}")
+    return ";".join(told)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Such as ``0-4,6,8-9``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def read_shares(config: VllmConfig, groups: ModelGroups) -> tuple[RankShare, ...]:
+    """What this worker holds of each group; raises `ConfigError` when that is no plain range of its layers."""
+    parallel = config.parallel_config
+    total = config.model_config.get_total_num_hidden_layers()
+    own = [layer.number for layer in groups.layers]
+    if own != list(range(own[0], own[0] + len(own))) or own[-1] >= total:
+        raise ConfigError(f"attention layers {own} are no range of {total} layers: not supported yet")
+    if parallel.pipeline_parallel_size == 1 and len(own) != total:
+        raise ConfigError(f"{len(own)} of {total} layers keep KV of their own: not supported yet")
+    shares = []
+    for group in groups.geometry.groups:
+        held = [at for at, number in enumerate(group.layers) if number in own]
+        shares.append(
+            rank_share(
+                group,
+                tp_rank=parallel.rank % parallel.tensor_parallel_size,
+                tp_size=parallel.tensor_parallel_size,
+                first_layer=held[0] if held else 0,
+                layers=len(held),
+            )
+        )
+    return tuple(shares)

@@ -1,0 +1,1 @@
+"""What a piece of KV cache is called: namespace, weights identity, chunk keys."""

@@ -1,0 +1,1 @@
+"""Namespaces and chunk keys, pure."""

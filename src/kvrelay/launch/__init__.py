@@ -1,0 +1,1 @@
+"""`kvrelay up`: one configuration becomes running processes."""

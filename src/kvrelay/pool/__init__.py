@@ -1,0 +1,1 @@
+"""The KV memory pool server."""

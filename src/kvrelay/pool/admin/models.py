@@ -1,0 +1,142 @@
+"""What the admin API takes and gives, as its OpenAPI description shows it."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Model(BaseModel):
+    """Unknown fields in a body are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Problem(Model):
+    """Why a request was not served."""
+
+    code: str = Field(description="a code of the error table, such as not_found")
+    message: str = Field(description="what was wrong, and what is legal")
+
+
+class Refused(Model):
+    """The body of every answer that is an error."""
+
+    error: Problem
+
+
+class Health(Model):
+    """Whether the pool serves."""
+
+    status: str = Field(description="ok, draining or failing")
+
+
+class Stat(Model):
+    """Gauges and counters, by the names of `kvrelay pool stat`."""
+
+    values: dict[str, int]
+
+
+class ObjectView(Model):
+    """One object."""
+
+    key: str = Field(description="hexadecimal")
+    size_bytes: int
+    state: str = Field(description="sealed or writing")
+    tier: str = Field(description="dram, or a lower tier's name")
+    pins: int
+    ttl_s: float = Field(description="left to live; 0: for ever")
+
+
+class ObjectPage(Model):
+    """Some of a tenant's objects. Objects that come and go meanwhile may be missed."""
+
+    objects: list[ObjectView]
+    cursor: int = Field(description="of the next page; 0 after the last")
+
+
+class Deleted(Model):
+    """How many objects are gone."""
+
+    count: int
+
+
+class PurgeOrder(Model):
+    """Whose objects to forget."""
+
+    tenant: str = Field(description="a tenant's name")
+
+
+class Draining(Model):
+    """Whether new objects are refused, and what is still held."""
+
+    draining: bool
+    leases: int
+    unsealed: int
+    tickets: int
+
+
+class Tenant(Model):
+    """What a tenant holds now."""
+
+    name: str
+    objects: int
+    used_bytes: int
+    quota_bytes: int | None = Field(description="null: all of the arena")
+    shm: bool = Field(description="whether it is trusted with shared memory")
+
+
+class Tenants(Model):
+    """Every tenant there is."""
+
+    tenants: list[Tenant]
+
+
+class Quota(Model):
+    """What a tenant may hold."""
+
+    quota_bytes: int | None = Field(ge=1, description="bytes of the arena; null: all of it")
+
+
+class EngineView(Model):
+    """A registered engine."""
+
+    engine: str
+    role: str
+    namespace: str
+    facts: dict[str, str]
+
+
+class Engines(Model):
+    """The engines registered now."""
+
+    engines: list[EngineView]
+
+
+class TierView(Model):
+    """A lower tier. Counters count since the start."""
+
+    name: str
+    kind: str
+    up: bool
+    objects: int
+    used_bytes: int
+    capacity_bytes: int | None
+    hits: int
+    misses: int
+    read_bytes: int
+    written_bytes: int
+    errors: int
+    corrupt: int
+    evictions: int
+    looks: int
+    look_seconds: float
+    reads: int
+    read_seconds: float
+    writes: int
+    write_seconds: float
+
+
+class Tiers(Model):
+    """The lower tiers, fastest first."""
+
+    tiers: list[TierView]

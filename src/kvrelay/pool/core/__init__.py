@@ -1,0 +1,1 @@
+"""The pool's decisions: index, allocation, leases, tickets, eviction. No I/O."""

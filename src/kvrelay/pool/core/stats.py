@@ -1,0 +1,108 @@
+"""The pool's gauges and counters, by name. Sizes in bytes; counters count since the start.
+
+========================  =========================================================================
+``arena_bytes``           the arena's size
+``free_bytes``            not held by any object
+``largest_free_bytes``    the largest object that fits without evicting any
+``evictable_bytes``       held by sealed objects that are not leased, not pinned and not being sent
+``lingering_bytes``       held by objects that are gone, until nobody can touch them
+``objects``               sealed objects
+``unsealed``              objects being written
+``leases``                read leases
+``leased_objects``        objects protected by a lease, a ticket or a transfer
+``pinned_objects``        objects protected by `Pin`
+``tickets``               open tickets
+``waiting``               unanswered `Wait`, `Collect` and `Follow` requests
+``connections``           connections that said hello
+``engines``               registered engines
+``draining``              1 while nothing new is taken in, else 0
+``requests``              counter: requests handled
+``errors``                counter: requests answered with `Failed`
+``matched``               counter: keys found by `Match`, `Locate`, `Get` and `CountPrefix`
+``missed``                counter: keys they did not find
+``sealed``                counter: objects sealed
+``aborted``               counter: objects given up unsealed
+``evictions``             counter: objects evicted, for any of the next three reasons
+``evicted_for_room``      counter: ... because room was needed for another
+``evicted_for_quota``     counter: ... because their tenant's quota was reached
+``evicted_at_watermark``  counter: ... because the arena was fuller than the high watermark
+``lost``                  counter: evicted objects that no lower tier had; 0 in a pool without lower tiers
+``expired_objects``       counter: objects that outlived their time to live
+``deleted``               counter: objects forgotten by `Delete`
+``purged``                counter: objects forgotten by a purge
+``full``                  counter: objects refused for want of room
+``corrupt``               counter: objects found not to match their checksum
+``expired``               counter: leases and tickets that ran past their deadline
+``received_bytes``        counter: payload received
+``sent_bytes``            counter: payload sent
+========================  =========================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from kvrelay.pool.core.pool import PoolCore
+
+
+class Counters(Struct):
+    """The counters the pool keeps itself; the rest follows from its state."""
+
+    requests: int = 0
+    errors: int = 0
+    matched: int = 0
+    missed: int = 0
+    full: int = 0
+    corrupt: int = 0
+    expired: int = 0
+    deleted: int = 0
+    purged: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+def collect(core: PoolCore) -> dict[str, int]:
+    """All of them, now."""
+    counts, desk = core.catalog.counts(), core.desk
+    counters, connections = desk.counters, desk.connections.values()
+    at_watermark = core.upkeep.evicted_at_watermark
+    for_room = counts.evicted_for_room + core.upkeep.evicted_clean
+    return {
+        "arena_bytes": core.catalog.arena_bytes,
+        "free_bytes": counts.free_bytes,
+        "largest_free_bytes": counts.largest_free_bytes,
+        "evictable_bytes": counts.evictable_bytes,
+        "lingering_bytes": counts.gone_bytes,
+        "objects": counts.sealed,
+        "unsealed": counts.writing,
+        "leases": len(core.reading.leases),
+        "leased_objects": counts.pinned,
+        "pinned_objects": counts.kept,
+        "tickets": len(core.tickets.open),
+        "waiting": desk.waiting,
+        "connections": sum(conn.client is not None for conn in connections),
+        "engines": sum(conn.engine is not None for conn in connections),
+        "draining": int(desk.draining),
+        "requests": counters.requests,
+        "errors": counters.errors,
+        "matched": counters.matched,
+        "missed": counters.missed,
+        "sealed": core.store.sealed_total,
+        "aborted": core.store.aborted_total,
+        "evictions": for_room + counts.evicted_for_quota + at_watermark,
+        "evicted_for_room": for_room,
+        "evicted_for_quota": counts.evicted_for_quota,
+        "evicted_at_watermark": at_watermark,
+        "lost": counts.evicted_unclean if core.seeking.lower is not None else 0,
+        "expired_objects": core.upkeep.expired_objects,
+        "deleted": counters.deleted,
+        "purged": counters.purged,
+        "full": counters.full,
+        "corrupt": counters.corrupt,
+        "expired": counters.expired,
+        "received_bytes": counters.received_bytes,
+        "sent_bytes": counters.sent_bytes,
+    }

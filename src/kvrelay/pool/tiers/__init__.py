@@ -1,0 +1,1 @@
+"""Storage below the arena: local disk, shared folder, object store."""

@@ -1,0 +1,45 @@
+"""Whether the engines behind the router can exchange KV, by what they registered with the pool.
+
+Nobody refuses to serve over it: a decode engine that finds nothing recomputes, correctly and slowly. So it is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvrelay.identity.core.compat import difference, known_as, strangers
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvrelay.router.metrics import RouterMetrics
+    from kvrelay.wire.messages import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class Census:
+    """What the last look at the pool's registered engines found."""
+
+    def __init__(self, names: Collection[str], metrics: RouterMetrics) -> None:
+        """``names``: what this router calls its engines, which is what `kvrelay up` registers them as."""
+        self._names = names
+        self._metrics = metrics
+        self.mismatches: tuple[str, ...] = ()
+        """One sentence for each two engines that were meant for each other and share no key."""
+
+    def take(self, registered: Sequence[Engine]) -> None:
+        """Compare. Engines that bear other names count only where those of the router are not registered."""
+        ours = known_as(registered, self._names)
+        apart = strangers(ours if len({engine.role for engine in ours}) > 1 else registered)
+        pairs: dict[frozenset[str], str] = {}
+        for one, other in apart:
+            pairs.setdefault(frozenset({one.engine, other.engine}), difference(one, other))
+        mismatches = tuple(pairs.values())
+        if mismatches and mismatches != self.mismatches:
+            logger.error("prompts are computed again on the decode side: %s", ". ".join(mismatches))
+        elif self.mismatches and not mismatches:
+            logger.info("all engines can exchange KV now")
+        self.mismatches = mismatches
+        self._metrics.engines_apart.set(len(apart))

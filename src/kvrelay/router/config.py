@@ -1,0 +1,195 @@
+"""The router's settings, checked all at once before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from kvrelay.client.token import read_token
+from kvrelay.errors import BadRequestError, ConfigError
+from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.core.fleet import Address, parse_address
+from kvrelay.transport.address import parse_address as parse_pool_address
+from kvrelay.types import Dispatch, OnLostKv
+from kvrelay.wire.limits import MAX_LEASE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MAX_REPREFILLS = 8
+
+
+class RouterSettings(Struct, frozen=True, kw_only=True):
+    """As given: see `kvrelay router serve --help`. Times in seconds."""
+
+    prefill: Sequence[str]
+    decode: Sequence[str]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    connector: str = "kvrelay"
+    pool: str | None = None
+    pool_token_file: str | None = None
+    connect_timeout_s: float = 2.0
+    prefill_timeout_s: float | None = None
+    """Three quarters of ``handover_timeout_s`` if not given."""
+    handover_timeout_s: float = 600.0
+    decode_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+    on_lost_kv: str = "recompute"
+    max_reprefills: int = 1
+    dispatch: str = "sequential"
+    max_body_mib: int = 64
+
+
+class RouterConfig(Struct, frozen=True, kw_only=True):
+    """Checked and complete."""
+
+    prefills: tuple[Address, ...]
+    decodes: tuple[Address, ...]
+    host: str
+    port: int
+    connector: str
+    pool: str | None
+    pool_token: str | None
+    connect_timeout_s: float
+    prefill_timeout_s: float
+    handover_timeout_s: float
+    decode_timeout_s: float
+    drain_timeout_s: float
+    on_lost_kv: OnLostKv
+    max_reprefills: int
+    dispatch: Dispatch
+    max_body_bytes: int
+
+
+def check_settings(settings: RouterSettings) -> RouterConfig:
+    """Make a configuration of the settings; the pool's token comes from its file or the environment.
+
+    Raises:
+        ConfigError: with every problem there is.
+    """
+    problems: list[str] = []
+    profile = PROFILES.get(settings.connector)
+    prefills: tuple[Address, ...] = ()
+    if profile is None or profile.hands_over:
+        prefills = _addresses("--prefill", settings.prefill, problems)
+    elif settings.prefill:
+        problems.append(
+            f"--prefill means nothing to --connector {profile.name}, which hands nothing over: leave it out"
+        )
+    decodes = _addresses("--decode", settings.decode, problems)
+    shared = sorted({address.url for address in prefills} & {address.url for address in decodes})
+    problems += [f"{url} is given as --prefill and as --decode: an engine has one role" for url in shared]
+    if not 0 <= settings.port <= 65535:
+        problems.append(f"--port {settings.port} is not a port: give one from 1 to 65535, or 0 for any free one")
+    if profile is None:
+        problems.append(f"--connector {settings.connector!r} is unknown: choose one of {', '.join(sorted(PROFILES))}")
+    elif settings.pool is not None and not profile.uses_pool:
+        problems.append(f"--pool means nothing to --connector {settings.connector}: leave it out")
+    token = _pool_token(settings, problems) if settings.pool is not None else None
+    for flag, value in (
+        ("--connect-timeout", settings.connect_timeout_s),
+        ("--prefill-timeout", settings.prefill_timeout_s),
+        ("--handover-timeout", settings.handover_timeout_s),
+        ("--decode-timeout", settings.decode_timeout_s),
+    ):
+        if value is not None and not 0 < value <= MAX_LEASE_S:
+            problems.append(f"{flag} {value:g} is out of range: give seconds above 0, up to {MAX_LEASE_S:g}")
+    if not 0 <= settings.drain_timeout_s <= MAX_LEASE_S:
+        problems.append(
+            f"--drain-timeout {settings.drain_timeout_s:g} is out of range: give seconds up to {MAX_LEASE_S:g}"
+        )
+    if settings.prefill_timeout_s is not None and settings.prefill_timeout_s > settings.handover_timeout_s:
+        problems.append(
+            f"--prefill-timeout {settings.prefill_timeout_s:g} is longer than --handover-timeout"
+            f" {settings.handover_timeout_s:g}, which it is a part of: lower the one or raise the other"
+        )
+    if not 1 <= settings.max_body_mib <= 4096:
+        problems.append(f"--max-body-mib {settings.max_body_mib} is out of range: give 1 to 4096")
+    problems += _lost_kv_problems(settings)
+    problems += _dispatch_problems(settings)
+    if problems:
+        raise ConfigError(*problems)
+    return RouterConfig(
+        prefills=prefills,
+        decodes=decodes,
+        host=settings.host,
+        port=settings.port,
+        connector=settings.connector,
+        pool=settings.pool,
+        pool_token=token,
+        connect_timeout_s=settings.connect_timeout_s,
+        prefill_timeout_s=settings.prefill_timeout_s or 0.75 * settings.handover_timeout_s,
+        handover_timeout_s=settings.handover_timeout_s,
+        decode_timeout_s=settings.decode_timeout_s,
+        drain_timeout_s=settings.drain_timeout_s,
+        on_lost_kv=OnLostKv(settings.on_lost_kv),
+        max_reprefills=settings.max_reprefills,
+        dispatch=Dispatch(settings.dispatch),
+        max_body_bytes=settings.max_body_mib << 20,
+    )
+
+
+def _lost_kv_problems(settings: RouterSettings) -> Iterator[str]:
+    policies = [policy.value for policy in OnLostKv]
+    if settings.on_lost_kv not in policies:
+        yield f"--on-lost-kv {settings.on_lost_kv!r} is unknown: choose one of {', '.join(policies)}"
+    elif settings.on_lost_kv != OnLostKv.RECOMPUTE:
+        profile = PROFILES.get(settings.connector)
+        if profile is not None and not profile.tells_of_losses:
+            telling = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.tells_of_losses))
+            yield (
+                f"--on-lost-kv {settings.on_lost_kv}: with --connector {settings.connector} decode engines do not tell "
+                f"of lost KV; choose recompute, or one of these connectors: {telling}"
+            )
+        elif settings.pool is None:
+            yield f"--on-lost-kv {settings.on_lost_kv} needs --pool, through which the decode side tells; or: recompute"
+    if not 1 <= settings.max_reprefills <= MAX_REPREFILLS:
+        yield f"--max-reprefills {settings.max_reprefills} is out of range: give 1 to {MAX_REPREFILLS}"
+
+
+def _dispatch_problems(settings: RouterSettings) -> Iterator[str]:
+    ways = [way.value for way in Dispatch]
+    if settings.dispatch not in ways:
+        yield f"--dispatch {settings.dispatch!r} is unknown: choose one of {', '.join(ways)}"
+    elif settings.dispatch == Dispatch.OVERLAPPED:
+        profile = PROFILES.get(settings.connector)
+        if profile is not None and not profile.overlaps:
+            able = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.overlaps))
+            yield (
+                f"--dispatch overlapped: with --connector {settings.connector} decode engines cannot follow a prefill "
+                f"that is still going on; choose sequential, or one of these connectors: {able}"
+            )
+        elif settings.pool is None:
+            yield "--dispatch overlapped needs --pool, through which the decode side follows; or: sequential"
+
+
+def _addresses(flag: str, urls: Sequence[str], problems: list[str]) -> tuple[Address, ...]:
+    if not urls:
+        problems.append(f"no {flag} is given: name at least one vLLM server, such as {flag} http://127.0.0.1:8100")
+    found: list[Address] = []
+    for url in urls:
+        try:
+            address = parse_address(url)
+        except BadRequestError as error:
+            problems.append(f"{flag} {error}")
+            continue
+        if address in found:
+            problems.append(f"{flag} {url} is given twice: leave one out")
+        else:
+            found.append(address)
+    return tuple(found)
+
+
+def _pool_token(settings: RouterSettings, problems: list[str]) -> str | None:
+    assert settings.pool is not None
+    try:
+        parse_pool_address(settings.pool)
+    except ConfigError as error:
+        problems += [f"--pool: {problem}" for problem in error.problems]
+    try:
+        return read_token(settings.pool_token_file)
+    except ConfigError as error:
+        problems += [f"--pool-token-file: {problem}" for problem in error.problems]
+        return None

@@ -1,0 +1,88 @@
+"""The engines a router stands in front of."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from kvrelay.errors import BadRequestError
+from kvrelay.router.core.health import Health, HealthSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Role(StrEnum):
+    """What an engine is asked for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Address(Struct, frozen=True):
+    """Where an engine listens. ``base``: a path put before every request's, without a slash at its end."""
+
+    host: str
+    port: int
+    base: str = ""
+
+    @property
+    def authority(self) -> str:
+        """As in a URL or a Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The whole of it, in one spelling."""
+        return f"http://{self.authority}{self.base}"
+
+
+def parse_address(url: str) -> Address:
+    """An engine's URL: ``http://HOST:PORT`` with, maybe, a base path.
+
+    Raises:
+        BadRequestError: it is something else; the message says what.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise BadRequestError(f"{url!r} is not a URL ({error}): write http://HOST:PORT") from None
+    if parts.scheme == "https":
+        raise BadRequestError(f"{url!r}: engines are reached over plain http://; put TLS in front of the router")
+    if parts.scheme != "http" or not parts.hostname:
+        raise BadRequestError(f"{url!r} is not an engine's URL: write http://HOST:PORT")
+    if port == 0:
+        raise BadRequestError(f"{url!r}: port 0 is nobody's: write http://HOST:PORT")
+    if (
+        parts.username is not None
+        or parts.query
+        or parts.fragment
+        or not url.isascii()
+        or any(c.isspace() for c in url)
+    ):
+        raise BadRequestError(f"{url!r}: only a host, a port and a path may be given: write http://HOST:PORT")
+    return Address(host=parts.hostname, port=port or 80, base=parts.path.rstrip("/"))
+
+
+class Engine:
+    """One vLLM server. Its name, P0, P1, ..., D0, D1, ..., is what headers, proofs and metrics call it."""
+
+    __slots__ = ("address", "health", "name", "role")
+
+    def __init__(self, name: str, role: Role, address: Address, health: Health) -> None:
+        """Identity is the object's."""
+        self.name = name
+        self.role = role
+        self.address = address
+        self.health = health
+
+
+def make_engines(role: Role, addresses: Sequence[Address], settings: HealthSettings) -> tuple[Engine, ...]:
+    """Engines of one role, named in the order given."""
+    letter = role.value[0].upper()
+    return tuple(Engine(f"{letter}{index}", role, address, Health(settings)) for index, address in enumerate(addresses))

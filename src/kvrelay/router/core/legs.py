@@ -1,0 +1,172 @@
+"""The two legs' request bodies, made from the client's.
+
+A body is taken apart into ``name -> undecoded JSON`` so that every value the router does not change stays byte for byte
+what the client sent. The decode leg is the client's request; the prefill leg asks for the same prompt and one token.
+
+The prefill leg drops what is *known* to concern output only and keeps everything else, so that a field this router has
+never heard of still changes the prompt on both sides alike. Notably kept: ``tools``, ``tool_choice``, a chat's
+``response_format`` (some models' chat templates print it), ``truncate_prompt_tokens``, ``cache_salt``, media options.
+Notably dropped: ``stop`` (a finish by stop string makes vLLM withhold ``kv_transfer_params``) and everything that vLLM
+checks against ``max_tokens`` or that costs the prefill side work whose result nobody sees.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+import msgspec
+from msgspec import Raw
+
+from kvrelay.errors import BadRequestError
+
+KV_PARAMS = "kv_transfer_params"
+XARGS = "vllm_xargs"
+"""vLLM passes these to the same place as ``kv_transfer_params``: a second way in."""
+
+Fields = dict[str, Raw]
+
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_items = msgspec.json.Decoder(list[Raw]).decode
+_decode_count = msgspec.json.Decoder(int | None, strict=False).decode
+_encode = msgspec.json.Encoder().encode
+_BATCH = re.compile(rb'\[\s*[\["]')
+"""A list whose first item is itself a list or a string; a list of numbers is one tokenised prompt."""
+_ONE, _FALSE, _NULL, _TRUE = Raw(b"1"), Raw(b"false"), Raw(b"null"), Raw(b"true")
+
+
+class Endpoint(StrEnum):
+    """The endpoints that are disaggregated."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+OUTPUT_ONLY = frozenset({
+    "stream", "stream_options", "stream_interval", "n", "best_of",
+    "max_tokens", "max_completion_tokens", "min_tokens", "min_completion_tokens",
+    "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo",
+    "return_token_ids", "return_tokens_as_token_ids", "return_prompt_text", "return_token_offsets",
+    "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "temperature", "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection", "watermarking",
+    "logit_bias", "allowed_token_ids", "bad_words", "thinking_token_budget",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_decoding_backend", "guided_whitespace_pattern",
+})  # fmt: skip
+"""Fields that cannot change the prompt's tokens or their KV."""
+
+
+def parse_fields(body: bytes) -> Fields:
+    """Take a JSON object apart, values undecoded; of a repeated name the last counts, as for the engines.
+
+    Anything else is refused here rather than passed on: a laxer parser behind us could find fields we did not.
+
+    Raises:
+        BadRequestError: the body is not a JSON object.
+    """
+    try:
+        return _decode_fields(body)
+    except RecursionError:
+        raise BadRequestError("The request body is nested too deeply") from None
+    except msgspec.MsgspecError as error:
+        raise BadRequestError(f"The request body must be a JSON object: {error}") from None
+
+
+def scrub(fields: Fields) -> bool:
+    """Remove a client's own hand-over parameters, wherever vLLM would take them from. Whether there were any."""
+    found = fields.pop(KV_PARAMS, None) is not None
+    if (xargs := fields.get(XARGS)) is not None:
+        try:
+            inner = _decode_fields(xargs)
+        except (msgspec.MsgspecError, RecursionError):
+            return found  # not an object: every engine refuses it
+        if inner.pop(KV_PARAMS, None) is not None:
+            fields[XARGS] = Raw(_encode(inner))
+            found = True
+    return found
+
+
+def encode_fields(fields: Fields) -> bytes:
+    """Put a body together again; values as they came."""
+    return _encode(fields)
+
+
+class ClientBody:
+    """A client's request for completions, without hand-over parameters of its own."""
+
+    __slots__ = ("endpoint", "fields")
+
+    def __init__(self, endpoint: Endpoint, fields: Fields) -> None:
+        """``fields``: as from `parse_fields`; scrubbed here."""
+        scrub(fields)
+        self.endpoint = endpoint
+        self.fields = fields
+
+    @property
+    def num_engine_requests(self) -> int:
+        """How many engine requests this becomes on the decode side: continuations times prompts."""
+        return self._num_continuations * self._num_prompts
+
+    @property
+    def reads_no_kv(self) -> bool:
+        """Whether vLLM computes the whole prompt on the decode side whatever is handed over: prompt logprobs."""
+        if self._is_set("prompt_logprobs"):
+            return True
+        if self.fields.get("echo") != _TRUE:
+            return False
+        return self.endpoint is Endpoint.CHAT or self._is_set("logprobs")
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether vLLM will make engine requests of its own, which carry no hand-over parameters."""
+        return self.fields.get("use_beam_search") == _TRUE
+
+    def prefill(self, params: bytes | None) -> bytes:
+        """The prefill leg: the same prompt, one token, not streamed. ``params``: JSON of ``kv_transfer_params``."""
+        keep_format = self.endpoint is Endpoint.CHAT
+        leg: dict[str, Raw] = {
+            name: value
+            for name, value in self.fields.items()
+            if name not in OUTPUT_ONLY and (keep_format or name != "response_format")
+        }
+        leg["max_tokens"] = _ONE
+        if "max_completion_tokens" in self.fields:
+            leg["max_completion_tokens"] = _ONE
+        leg["stream"] = _FALSE
+        if params is not None:
+            leg[KV_PARAMS] = Raw(params)
+        return _encode(leg)
+
+    def decode(self, params: bytes | None) -> bytes:
+        """The decode leg: what the client sent, plus ``kv_transfer_params`` if ``params`` (JSON) are given."""
+        if params is None:
+            return _encode(self.fields)
+        return _encode({**self.fields, KV_PARAMS: Raw(params)})
+
+    def _is_set(self, name: str) -> bool:
+        return self.fields.get(name, _NULL) != _NULL
+
+    @property
+    def _num_continuations(self) -> int:
+        value = self.fields.get("n")
+        if value is None or value == _ONE:
+            return 1
+        try:
+            return max(1, _decode_count(value) or 1)
+        except msgspec.MsgspecError:
+            return 1  # every engine refuses it
+
+    @property
+    def _num_prompts(self) -> int:
+        if self.endpoint is Endpoint.CHAT:
+            return 1
+        return max(1, sum(_num_items(self.fields.get(name)) for name in ("prompt", "prompt_embeds")))
+
+
+def _num_items(value: Raw | None) -> int:
+    if value is None or value == _NULL:
+        return 0
+    if _BATCH.match(memoryview(value)) is None:
+        return 1
+    return len(_decode_items(value))

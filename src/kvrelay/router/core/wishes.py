@@ -1,0 +1,52 @@
+"""What a client asks of the router itself, in request headers that no engine sees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
+
+from kvrelay.errors import BadRequestError
+from kvrelay.types import OnLostKv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ON_LOST_KV = b"x-kvrelay-on-lost-kv"
+PROOF = b"x-kvrelay-proof"
+HEADERS = frozenset({ON_LOST_KV, PROOF})
+"""Not passed on."""
+_T = TypeVar("_T")
+_PROOF = {"yes": True, "no": False}
+
+
+class Wishes(Struct, frozen=True):
+    """Checked."""
+
+    policy: OnLostKv
+    proof: bool
+    """Whether the answer is to carry the proof."""
+
+
+def read_wishes(header: Callable[[bytes], bytes | None], default: OnLostKv, *, told: bool) -> Wishes:
+    """Read a request's headers. ``default``: the deployment's policy; ``told``: whether decode sides tell of losses.
+
+    Raises:
+        BadRequestError: a value is not legal; the message names the legal ones.
+    """
+    said = header(ON_LOST_KV)
+    policy = default if said is None else _one_of(ON_LOST_KV, said, {policy.value: policy for policy in OnLostKv})
+    if policy is not OnLostKv.RECOMPUTE and not told:
+        raise BadRequestError(
+            f"{ON_LOST_KV.decode()}: {policy} needs a pool and kvrelay's own connector, which are not here; "
+            "legal: recompute"
+        )
+    said = header(PROOF)
+    return Wishes(policy, proof=said is not None and _one_of(PROOF, said, _PROOF))
+
+
+def _one_of(name: bytes, said: bytes, legal: dict[str, _T]) -> _T:
+    text = said.decode("latin-1").strip().lower()
+    if text not in legal:
+        raise BadRequestError(f"{name.decode()}: {text[:64]!r} is not known; legal: {', '.join(legal)}")
+    return legal[text]

@@ -1,0 +1,141 @@
+"""Requests to engines: which one, on what connection, and what its conduct says about its health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvrelay.router.core import wishes
+from kvrelay.router.core.fleet import Engine, Role
+from kvrelay.router.core.health import is_engine_fault
+from kvrelay.router.core.policy import RoundRobin
+from kvrelay.router.errors import EngineError
+from kvrelay.router.http.messages import Request, end_to_end, render
+from kvrelay.router.http.upstream import EngineClient
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+
+    from kvrelay.router.http.call import Call
+    from kvrelay.router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_PROBE_BYTES = 1 << 20
+_REPLACED = frozenset({b"host", b"content-length", b"expect", b"accept-encoding", b"x-request-id"}) | wishes.HEADERS
+
+
+class Outgoing:
+    """A client's request on its way to engines: the same line and headers for each, but for the host and the body."""
+
+    __slots__ = ("_head", "_method", "_target", "request_id")
+
+    def __init__(self, request: Request, request_id: bytes, *, always: bool = False) -> None:
+        """``request_id``: what engines call the request, unless the client has named it already (or ``always``)."""
+        headers = end_to_end(request.headers, _REPLACED)
+        self.request_id = request.header(b"x-request-id") or request_id
+        headers.append((b"x-request-id", request_id if always else self.request_id))
+        self._method = request.method.encode()
+        self._target = request.path.encode("latin-1") + request.query
+        self._head = render(headers)
+
+    def to(self, engine: Engine, body: bytes) -> bytes:
+        """The whole message to ``engine``."""
+        address = engine.address
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+            self._method, address.base.encode(), self._target, address.authority.encode(), self._head, len(body), body,
+        )  # fmt: skip
+
+
+class Engines:
+    """All engines, in rotation by role."""
+
+    def __init__(
+        self,
+        prefills: Sequence[Engine],
+        decodes: Sequence[Engine],
+        *,
+        connect_timeout_s: float,
+        metrics: RouterMetrics,
+    ) -> None:
+        """Connections are made when first needed."""
+        self.prefills = tuple(prefills)
+        self.decodes = tuple(decodes)
+        self._metrics = metrics
+        self._rotation = {Role.PREFILL: RoundRobin(prefills), Role.DECODE: RoundRobin(decodes)}
+        self._clients = {
+            engine: EngineClient(engine.address, connect_timeout_s=connect_timeout_s) for engine in self.all
+        }
+
+    @property
+    def all(self) -> tuple[Engine, ...]:
+        """Prefill engines, then decode engines."""
+        return self.prefills + self.decodes
+
+    def pick(self, role: Role, tried: Collection[Engine] = ()) -> Engine | None:
+        """Whose turn it is."""
+        return self._rotation[role].pick(asyncio.get_running_loop().time(), tried)
+
+    @asynccontextmanager
+    async def ask(
+        self, engine: Engine, message: bytes, *, timeout_s: float, on_sent: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[Call]:
+        """Send ``message``; inside the block the answer's head is there. The call is closed at its end, come what may.
+
+        ``on_sent`` is called when the message has been written, perhaps twice.
+
+        Keeps the engine's health and the metrics: an `EngineError` inside the block is the engine's failure too.
+        """
+        metrics, role = self._metrics, engine.role
+        began = time.perf_counter()  # the loop's clock counts whole milliseconds
+        metrics.sent[engine].inc()
+        metrics.in_flight[role].inc()
+        call: Call | None = None
+        try:
+            call = await self._clients[engine].open(message, timeout_s=timeout_s, on_sent=on_sent)
+            if is_engine_fault(call.status):
+                self._failed(engine, "status_5xx")
+            yield call
+        except EngineError as error:
+            self._failed(engine, error.code)
+            raise
+        finally:
+            metrics.in_flight[role].dec()
+            if call is not None:
+                call.close()
+                if call.ended:
+                    metrics.leg_seconds[role].observe(time.perf_counter() - began)
+                    if not is_engine_fault(call.status):
+                        engine.health.succeeded()
+
+    async def probe(self, engine: Engine, path: str, *, timeout_s: float) -> int:
+        """GET ``path`` and return the status. Counts neither for nor against the engine.
+
+        Raises:
+            EngineError: it did not answer in time.
+        """
+        address = engine.address
+        message = f"GET {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n\r\n".encode()
+        call = await self._clients[engine].open(message, timeout_s=timeout_s)
+        try:
+            await call.read(limit_bytes=MAX_PROBE_BYTES, timeout_s=timeout_s)
+        finally:
+            call.close()
+        return call.status
+
+    def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            client.close()
+
+    def _failed(self, engine: Engine, reason: str) -> None:
+        self._metrics.engine_failed(engine, reason)
+        now = asyncio.get_running_loop().time()
+        if engine.health.failed(now):
+            rest_s = engine.health.resting_until - now
+            logger.warning(
+                "%s fails (%s, last: %s): passed over for %g s", engine.name, engine.address.url, reason, rest_s
+            )

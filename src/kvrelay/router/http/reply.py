@@ -1,0 +1,141 @@
+"""The answer to one request, as it is written to the client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvrelay.router.core.answers import JSON
+from kvrelay.router.http.messages import REASONS, find, render
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from kvrelay.router.core.answers import Refusal
+    from kvrelay.router.http.messages import Headers, Request
+
+_JOIN_BYTES = 16 << 10
+"""Up to here one copy is cheaper than another buffer in the transport's queue."""
+
+
+class Source(Protocol):
+    """What fills an answer, and can be told to wait."""
+
+    def pause(self) -> None:
+        """Give nothing more until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Go on."""
+        ...
+
+
+class Reply:
+    """One answer: `start`, any number of `write`, `finish`; or `answer`; or `refuse`.
+
+    After the client is gone all do nothing.
+    """
+
+    __slots__ = (
+        "_chunked",
+        "_gone",
+        "_head_only",
+        "_http_1_0",
+        "_source",
+        "_transport",
+        "_writable",
+        "close",
+        "finished",
+        "started",
+    )
+
+    def __init__(self, transport: asyncio.Transport, request: Request | None, *, close: bool, writable: bool) -> None:
+        """``request``: None if it could not be read. ``close``: the connection ends with this answer."""
+        self._transport = transport
+        self._http_1_0 = request is not None and request.http_1_0
+        self._head_only = request is not None and request.method == "HEAD"
+        self._writable = writable
+        self._source: Source | None = None
+        self._chunked = False
+        self._gone = False
+        self.close = close or request is None or not request.keep_alive
+        self.started = False
+        self.finished = False
+
+    def start(self, status: int, headers: Headers, *, reason: bytes = b"") -> None:
+        """Send the head. ``headers``: end to end ones; without a `content-length` the body is framed here."""
+        if self._gone:
+            return
+        self.started = True
+        framing = b""
+        if status >= 200 and status not in {204, 304} and find(headers, b"content-length") is None:
+            if self._http_1_0:
+                self.close = True
+            else:
+                self._chunked = True
+                framing = b"transfer-encoding: chunked\r\n"
+        if self.close:
+            framing += b"connection: close\r\n"
+        elif self._http_1_0:
+            framing += b"connection: keep-alive\r\n"
+        line = b"HTTP/1.1 %d %b\r\n" % (status, reason or REASONS.get(status, b""))
+        self._transport.write(line + render(headers) + framing + b"\r\n")
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the body, now."""
+        if self._gone or not data or self._head_only:
+            return
+        if not self._chunked:
+            self._transport.write(data)
+        elif len(data) <= _JOIN_BYTES:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+
+    def finish(self) -> None:
+        """The body is whole."""
+        if self._chunked and not self._gone and not self._head_only:
+            self._transport.write(b"0\r\n\r\n")
+        self.finished = True
+
+    def answer(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None) -> None:
+        """A whole answer."""
+        framing = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        self.start(status, framing + (headers or []))
+        self.write(body)
+        self.finish()
+
+    def refuse(self, refusal: Refusal, headers: Headers | None = None) -> None:
+        """Answer with an error; where an answer has begun, break it off."""
+        if self.started:
+            self.abort()
+        else:
+            self.answer(refusal.status, refusal.body, headers=headers)
+
+    def abort(self) -> None:
+        """Break off: the client sees that the answer is not whole."""
+        self.finished = self.close = True
+        if not self._gone:
+            self._transport.abort()
+
+    def fed_by(self, source: Source | None) -> None:
+        """Who writes from now on: paused while the client does not keep up."""
+        self._source = source
+        if source is not None and not self._writable:
+            source.pause()
+
+    def pause(self) -> None:
+        """The client does not keep up."""
+        self._writable = False
+        if self._source is not None:
+            self._source.pause()
+
+    def resume(self) -> None:
+        """The client has caught up."""
+        self._writable = True
+        if self._source is not None:
+            self._source.resume()
+
+    def lost(self) -> None:
+        """The client is gone."""
+        self._gone = True
+        self._source = None

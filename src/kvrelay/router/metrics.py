@@ -1,0 +1,139 @@
+"""The router's metrics, in a registry of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvrelay.router.core.fleet import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.types import Proof
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class RouterMetrics:
+    """Everything the router counts. Children that are used for every request are looked up once."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        """``engines``: whose series exist from the start."""
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "kvrelay_router_requests", "Requests answered, by endpoint and outcome",
+            ("endpoint", "outcome"), registry=registry,
+        )  # fmt: skip
+        self._engine_requests = Counter(
+            "kvrelay_router_engine_requests", "Requests sent to an engine", ("role", "engine"), registry=registry
+        )
+        self._engine_failures = Counter(
+            "kvrelay_router_engine_failures", "Requests an engine did not do its part of, by reason",
+            ("role", "engine", "reason"), registry=registry,
+        )  # fmt: skip
+        self._resting = Gauge(
+            "kvrelay_router_engine_resting", "1 while an engine is passed over after failures",
+            ("role", "engine"), registry=registry,
+        )  # fmt: skip
+        self._in_flight = Gauge(
+            "kvrelay_router_in_flight", "Requests on engines now, by role", ("role",), registry=registry
+        )
+        self._leg_seconds = Histogram(
+            "kvrelay_router_leg_seconds", "From sending a leg to the end of its answer", ("role",),
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self.ttft_seconds = Histogram(
+            "kvrelay_router_ttft_seconds", "From a request to the first byte of its answer",
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self.detours = Counter(
+            "kvrelay_router_detours",
+            "Departures from prefill on P, decode on D, by reason",
+            ("reason",),
+            registry=registry,
+        )
+        self.cancelled = Counter(
+            "kvrelay_router_cancelled",
+            "Requests whose client went away, by the state they were in",
+            ("state",),
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "kvrelay_router_prompt_tokens", "Prompt tokens by where the decode side's KV came from, as proven",
+            ("source",), registry=registry,
+        )  # fmt: skip
+        self._recomputed = Counter(
+            "kvrelay_router_recomputes", "Engine requests that recomputed what was to be handed over, by reason",
+            ("reason",), registry=registry,
+        )  # fmt: skip
+        self._recomputed_tokens = Counter(
+            "kvrelay_router_recomputed_tokens", "Prompt tokens recomputed on the decode side, by reason, as proven",
+            ("reason",), registry=registry,
+        )  # fmt: skip
+        self.transfer_bytes = Counter(
+            "kvrelay_router_transfer_bytes", "KV bytes the decode side loaded, as proven", registry=registry
+        )
+        self._wait_seconds = Histogram(
+            "kvrelay_router_kv_wait_seconds", "From the decision to load until the KV was there, as proven",
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self._transfer_seconds = Histogram(
+            "kvrelay_router_kv_transfer_seconds",
+            "Moving and verifying KV, as proven",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.kv_lost = Counter(
+            "kvrelay_router_kv_lost", "Decode legs broken off since their engine could not have the KV, and what then",
+            ("reason", "action"), registry=registry,
+        )  # fmt: skip
+        self.proofs_missing = Counter(
+            "kvrelay_router_proofs_missing",
+            "Hand-overs of which the decode side told less than expected",
+            registry=registry,
+        )
+        self.pool_up = Gauge("kvrelay_router_pool_up", "Whether the pool can be reached", registry=registry)
+        self.circuit_open = Gauge(
+            "kvrelay_router_circuit_open", "1 while the pool is too slow to be asked for tickets", registry=registry
+        )
+        self.engines_apart = Gauge(
+            "kvrelay_router_engines_apart", "Engines that can exchange KV with none of those they are meant for",
+            registry=registry,
+        )  # fmt: skip
+        self.tickets_open = Gauge(
+            "kvrelay_router_tickets_open", "Hand-overs that hold a pool ticket", registry=registry
+        )
+        self.sent = {engine: self._engine_requests.labels(engine.role.value, engine.name) for engine in engines}
+        self.in_flight = {role: self._in_flight.labels(role.value) for role in Role}
+        self.leg_seconds = {role: self._leg_seconds.labels(role.value) for role in Role}
+        for source in ("handed_over", "earlier", "local", "recomputed"):
+            self.tokens.labels(source)
+
+    def engine_failed(self, engine: Engine, reason: str) -> None:
+        """``engine`` did not do its part of a request."""
+        self._engine_failures.labels(engine.role.value, engine.name, reason).inc()
+
+    def proven(self, proof: Proof) -> None:
+        """The decode side told what it found."""
+        self.tokens.labels("handed_over").inc(proof.handed_over_tokens)
+        self.tokens.labels("earlier").inc(proof.earlier_tokens)
+        self.tokens.labels("local").inc(proof.local_tokens)
+        self.tokens.labels("recomputed").inc(proof.recomputed_tokens)
+        if proof.reason:
+            self._recomputed.labels(proof.reason).inc()
+        for reason, tokens in proof.reasons.items():
+            self._recomputed_tokens.labels(reason).inc(tokens)
+        self.transfer_bytes.inc(proof.bytes)
+        if proof.bytes:
+            self._wait_seconds.observe(proof.wait_ms / 1e3)
+            self._transfer_seconds.observe(proof.transfer_ms / 1e3)
+
+    def render(self, engines: Sequence[Engine], now: float) -> bytes:
+        """The text exposition; what depends on the time is set to ``now`` first."""
+        for engine in engines:
+            self._resting.labels(engine.role.value, engine.name).set(engine.health.is_resting(now))
+        return generate_latest(self.registry)

@@ -1,0 +1,87 @@
+"""What the router answers itself: its health, its metrics, the hand-overs it remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvrelay.router.checkups import Checkups
+from kvrelay.router.core.answers import Refusal
+from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.paths import HANDOVERS
+from kvrelay.router.metrics import CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from kvrelay.router.census import Census
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.records import RecordBook
+    from kvrelay.router.engines import Engines
+    from kvrelay.router.http.messages import Request
+    from kvrelay.router.http.reply import Reply
+    from kvrelay.router.metrics import RouterMetrics
+    from kvrelay.router.tickets import TicketDesk
+
+
+class OwnPages:
+    """The router's own endpoints."""
+
+    def __init__(
+        self, engines: Engines, desk: TicketDesk | None, book: RecordBook, metrics: RouterMetrics, census: Census
+    ) -> None:
+        """Reads what the others keep."""
+        self._engines = engines
+        self._desk = desk
+        self._book = book
+        self._metrics = metrics
+        self._census = census
+        self._checkups = Checkups(engines)
+
+    def close(self) -> None:
+        """Stop asking engines how they are."""
+        self._checkups.close()
+
+    async def health(self, reply: Reply) -> None:
+        """200 while a decode engine is well, since it can answer alone; 503 otherwise. Every engine's state as JSON."""
+        states = await asyncio.gather(*(self._state(engine) for engine in self._engines.all))
+        able = any(state["role"] == Role.DECODE and state["healthy"] for state in states)
+        whole = all(state["healthy"] for state in states)
+        pool = "unused" if self._desk is None else "up" if self._desk.up else "away"
+        view = {
+            "status": ("ok" if whole else "degraded") if able else "unavailable",
+            "engines": states,
+            "pool": pool,
+            "kv_mismatches": self._census.mismatches,
+        }
+        reply.answer(200 if able else 503, msgspec.json.encode(view))
+
+    def metrics(self, reply: Reply) -> None:
+        """Prometheus text."""
+        now = asyncio.get_running_loop().time()
+        reply.answer(200, self._metrics.render(self._engines.all, now), CONTENT_TYPE)
+
+    async def handover(self, request: Request, reply: Reply) -> None:
+        """One hand-over's record. Waits a moment for proofs that are on their way."""
+        name = request.path.removeprefix(HANDOVERS)
+        record = self._book.find(name)
+        if record is None:
+            reply.refuse(Refusal(404, "unknown_handover", f"No hand-over {name!r} among the last ones"))
+            return
+        if self._desk is not None:
+            await self._desk.settled(name)
+        reply.answer(200, msgspec.json.encode(record.view()))
+
+    async def _state(self, engine: Engine) -> dict[str, Any]:
+        problem = await self._checkups.problem(engine)
+        resting = engine.health.is_resting(asyncio.get_running_loop().time())
+        return {
+            "name": engine.name,
+            "role": engine.role,
+            "url": engine.address.url,
+            "healthy": not problem,
+            "problem": problem or None,
+            "resting": resting,
+        }

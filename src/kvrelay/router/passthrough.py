@@ -1,0 +1,128 @@
+"""Requests that are not disaggregated: one engine answers, unchanged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from kvrelay.errors import BadRequestError
+from kvrelay.router.core.answers import Refusal, refusal
+from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.health import Suspicion, is_busy, is_engine_fault
+from kvrelay.router.core.legs import encode_fields, parse_fields, scrub
+from kvrelay.router.engines import Outgoing
+from kvrelay.router.errors import EngineError, EngineSilentError
+from kvrelay.router.http.messages import Headers, end_to_end
+from kvrelay.router.relay import Relay
+
+if TYPE_CHECKING:
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.engines import Engines
+    from kvrelay.router.http.call import Call
+    from kvrelay.router.http.messages import Request
+    from kvrelay.router.http.reply import Reply
+
+MAX_ERROR_BYTES = 4 << 20
+"""Of an engine's 5xx or 429 answer, which is held while another engine is tried."""
+ANY_TIMEOUT_S = 5.0
+"""For what any engine can answer, and answers at once if it lives: the next one is asked then."""
+
+
+class Repelled(Struct, frozen=True):
+    """An engine's 5xx or 429 answer, kept in case no other engine does better."""
+
+    status: int
+    reason: bytes
+    headers: Headers
+    body: bytes
+
+    @classmethod
+    async def take(cls, call: Call, *, timeout_s: float) -> Repelled:
+        """Read it whole."""
+        body = await call.read(limit_bytes=MAX_ERROR_BYTES, timeout_s=timeout_s)
+        headers = end_to_end(call.headers, {b"content-length"})
+        return cls(call.status, call.reason, headers, body)
+
+    def give(self, reply: Reply, own: Headers) -> None:
+        """To the client after all."""
+        names = {name for name, _ in own}
+        headers = [header for header in self.headers if header[0] not in names]
+        headers += [*own, (b"content-length", b"%d" % len(self.body))]
+        reply.start(self.status, headers, reason=self.reason)
+        reply.write(self.body)
+        reply.finish()
+
+
+class Passthrough:
+    """Sends a request to one engine after the other until one answers, and passes that answer on."""
+
+    def __init__(self, engines: Engines, *, silence_s: float) -> None:
+        """``silence_s``: how long an engine may say nothing."""
+        self._engines = engines
+        self._silence_s = silence_s
+
+    async def any_engine(self, request: Request, reply: Reply, request_id: bytes) -> str:
+        """Let the first engine that lives answer, decode engines first. The outcome, for the metrics."""
+        outgoing = Outgoing(request, request_id)
+        last: Repelled | Refusal = _NOBODY
+        for role in (Role.DECODE, Role.PREFILL):
+            tried: list[Engine] = []
+            while (engine := self._engines.pick(role, tried)) is not None:
+                tried.append(engine)
+                answered = await self._ask(engine, outgoing.to(engine, request.body), reply, ANY_TIMEOUT_S)
+                if isinstance(answered, str):
+                    return answered
+                last = answered
+        return _give_up(last, reply)
+
+    async def decode_engine(self, request: Request, reply: Reply, request_id: bytes) -> str:
+        """Let one decode engine answer. The outcome, for the metrics."""
+        body = request.body
+        if request.is_json and body:
+            try:
+                fields = parse_fields(body)
+            except BadRequestError as error:
+                reply.refuse(refusal(error))
+                return "client_error"
+            if scrub(fields):
+                body = encode_fields(fields)
+        outgoing = Outgoing(request, request_id)
+        tried: list[Engine] = []
+        suspicion = Suspicion()
+        last: Repelled | Refusal = _NOBODY
+        while (engine := self._engines.pick(Role.DECODE, tried)) is not None:
+            tried.append(engine)
+            answered = await self._ask(engine, outgoing.to(engine, body), reply, self._silence_s)
+            if isinstance(answered, str):
+                return answered
+            last = answered
+            if suspicion.confirmed(last.status) or (isinstance(last, Refusal) and last.code == EngineSilentError.code):
+                break  # after a silence the client has waited long enough
+        return _give_up(last, reply)
+
+    async def _ask(self, engine: Engine, message: bytes, reply: Reply, silence_s: float) -> str | Repelled | Refusal:
+        relay: Relay | None = None
+        try:
+            async with self._engines.ask(engine, message, timeout_s=silence_s) as call:
+                if is_engine_fault(call.status) or is_busy(call.status):
+                    return await Repelled.take(call, timeout_s=silence_s)
+                relay = Relay(call, reply, [(b"x-kvrelay-" + engine.role.value.encode(), engine.name.encode())])
+                await relay.run(silence_s=silence_s)
+                return "ok" if call.status < 400 else "client_error"
+        except EngineError as error:
+            if relay is not None:
+                relay.break_off(error)
+                return "error"
+            return Refusal(error.http_status, error.code, f"{engine.name}: {error}")
+
+
+_NOBODY = Refusal(503, "unreachable", "No engine is there to answer")
+
+
+def _give_up(last: Repelled | Refusal, reply: Reply) -> str:
+    if isinstance(last, Refusal):
+        reply.refuse(last)
+    else:
+        last.give(reply, [])
+    return "error" if last.status >= 500 else "client_error"

@@ -1,0 +1,83 @@
+"""One engine's answer on its way to the client: bytes as they come, and an honest end if they stop coming."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvrelay.router.core.answers import refusal
+from kvrelay.router.core.events import EventCutter
+from kvrelay.router.http.messages import end_to_end, find
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvrelay.router.errors import EngineError
+    from kvrelay.router.http.call import Call
+    from kvrelay.router.http.messages import Headers
+    from kvrelay.router.http.reply import Reply
+
+EVENT_STREAM = b"text/event-stream"
+
+
+class Relay:
+    """Joins a call to a reply."""
+
+    __slots__ = ("_call", "_cutter", "_framed", "_on_first_byte", "_reply", "_trailer")
+
+    def __init__(
+        self,
+        call: Call,
+        reply: Reply,
+        own: Headers,
+        on_first_byte: Callable[[], None] | None = None,
+        trailer: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """``own``: the router's headers, which replace the engine's of the same names.
+
+        ``on_first_byte``: called when the body begins. ``trailer``: what comes after a stream's last event.
+        """
+        self._trailer = trailer
+        self._call = call
+        self._reply = reply
+        self._on_first_byte = on_first_byte
+        headers = end_to_end(call.headers, {name for name, _ in own}) + own
+        self._framed = find(headers, b"content-length") is not None
+        self._cutter = EventCutter() if not self._framed and is_events(headers) else None
+        reply.start(call.status, headers, reason=call.reason)
+
+    async def run(self, *, silence_s: float) -> None:
+        """Pass the body on to its end. A client that does not keep up holds the engine back.
+
+        Raises:
+            EngineError: the answer broke off; `break_off` ends the client's.
+        """
+        reply = self._reply
+        reply.fed_by(self._call)
+        try:
+            await self._call.pipe(self._pass, silence_s=silence_s)
+        finally:
+            reply.fed_by(None)
+        if self._cutter is not None:
+            reply.write(self._cutter.rest())
+            if self._trailer is not None:
+                reply.write(await self._trailer())
+        reply.finish()
+
+    def break_off(self, error: EngineError) -> None:
+        """End an answer that will not be whole: an error event in a stream of events, else a closed connection."""
+        if self._cutter is None:
+            self._reply.abort()
+            return
+        self._reply.write(refusal(error).event)
+        self._reply.finish()
+
+    def _pass(self, data: bytes) -> None:
+        if self._on_first_byte is not None:
+            self._on_first_byte()
+            self._on_first_byte = None
+        self._reply.write(data if self._cutter is None else self._cutter.feed(data))
+
+
+def is_events(headers: Headers) -> bool:
+    """Whether an answer is a stream of events."""
+    return (find(headers, b"content-type") or b"").startswith(EVENT_STREAM)

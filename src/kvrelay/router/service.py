@@ -1,0 +1,187 @@
+"""The running router: parts put together, a listening socket, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from kvrelay.errors import ConfigError
+from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.census import Census
+from kvrelay.router.core.answers import Refusal
+from kvrelay.router.core.fleet import Role, make_engines
+from kvrelay.router.core.health import HealthSettings
+from kvrelay.router.core.paths import Route, route
+from kvrelay.router.core.records import RecordBook
+from kvrelay.router.engines import Engines
+from kvrelay.router.http.registry import Registry
+from kvrelay.router.http.server import Connection, Limits
+from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.own import OwnPages
+from kvrelay.router.passthrough import Passthrough
+from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
+from kvrelay.router.tickets import TicketDesk
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvrelay.router.config import RouterConfig
+    from kvrelay.router.http.messages import Request
+    from kvrelay.router.http.reply import Reply
+    from kvrelay.router.tickets import TicketClient
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+ABORT_TIMEOUT_S = 5.0
+"""For cut-off requests to let go of engines and tickets."""
+
+
+class RouterService:
+    """A router. Made, started and stopped in one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        connect_pool: Callable[[], Awaitable[TicketClient]] | None,
+        *,
+        limits: Limits | None = None,
+        health: HealthSettings | None = None,
+    ) -> None:
+        """``connect_pool``: None for no tickets."""
+        self._config = config
+        self._limits = limits or Limits(max_body_bytes=config.max_body_bytes)
+        settings = health or HealthSettings()
+        prefills = make_engines(Role.PREFILL, config.prefills, settings)
+        decodes = make_engines(Role.DECODE, config.decodes, settings)
+        self._metrics = metrics = RouterMetrics(prefills + decodes)
+        self.engines = engines = Engines(prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics)
+        self._desk = None
+        census = Census({engine.name for engine in engines.all}, metrics)
+        if connect_pool is not None:
+            self._desk = TicketDesk(connect_pool, deadline_s=config.handover_timeout_s, metrics=metrics, census=census)
+        offset = time.time() - time.monotonic()
+        book = RecordBook()
+        timeouts = Timeouts(
+            prefill_s=config.prefill_timeout_s, handover_s=config.handover_timeout_s, decode_s=config.decode_timeout_s
+        )
+        self._disaggregator = Disaggregator(
+            engines,
+            PROFILES[config.connector],
+            self._desk,
+            book,
+            metrics,
+            timeouts,
+            LostKv(policy=config.on_lost_kv, max_reprefills=config.max_reprefills),
+            lambda: time.monotonic() + offset,
+            dispatch=config.dispatch,
+        )
+        self._passthrough = Passthrough(engines, silence_s=config.decode_timeout_s)
+        self._own = OwnPages(engines, self._desk, book, metrics, census)
+        self._connections = Registry()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port listened on."""
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        """Listen, and reach for the pool.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+            KvRelayError: the pool refuses us.
+        """
+        loop = asyncio.get_running_loop()
+        host, port = self._config.host, self._config.port
+        try:
+            self._server = await loop.create_server(
+                lambda: Connection(self._handle, self._limits, self._connections, loop), host, port, backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(_listening_problem(host, port, error)) from None
+        if self._desk is not None:
+            try:
+                await self._desk.start()
+            except BaseException:
+                self._server.close()
+                raise
+
+    async def stop(self) -> int:
+        """Take no more requests, let those in flight end within the drain time, close everything.
+
+        Returns how many requests had to be cut off.
+        """
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.drain()
+        await self._connections.emptied(timeout_s=self._config.drain_timeout_s)
+        cut = sum(connection.busy for connection in self._connections)
+        for connection in self._connections:
+            connection.abort()
+        await self._connections.emptied(timeout_s=ABORT_TIMEOUT_S)
+        if self._desk is not None:
+            await self._desk.close()
+        self._own.close()
+        self.engines.close()
+        return cut
+
+    async def _handle(self, request: Request, reply: Reply) -> None:
+        known = route(request.method, request.path)
+        outcome = "cancelled"
+        try:
+            outcome = await self._dispatch(known, request, reply)
+        finally:
+            endpoint = (
+                "other" if known in {Route.UNKNOWN, Route.WRONG_METHOD, Route.STORED, Route.HANDOVER} else request.path
+            )
+            self._metrics.requests.labels(endpoint, outcome).inc()
+            logger.debug("%s %s: %s", request.method, request.path, outcome)
+
+    async def _dispatch(self, known: Route, request: Request, reply: Reply) -> str:
+        match known:
+            case Route.DISAGGREGATE:
+                return await self._disaggregator.handle(request, reply, f"ho-{uuid.uuid4().hex}")
+            case Route.ANY:
+                return await self._passthrough.any_engine(request, reply, uuid.uuid4().hex.encode())
+            case Route.PASS | Route.STORED:
+                if known is Route.STORED and len(self.engines.decodes) > 1:
+                    reply.refuse(Refusal(501, "stored_responses", _STORED.format(len(self.engines.decodes))))
+                    return "client_error"
+                return await self._passthrough.decode_engine(request, reply, uuid.uuid4().hex.encode())
+            case Route.HEALTH:
+                await self._own.health(reply)
+            case Route.METRICS:
+                self._own.metrics(reply)
+            case Route.HANDOVER:
+                await self._own.handover(request, reply)
+            case Route.WRONG_METHOD:
+                reply.refuse(Refusal(405, "method", f"{request.method} is not a method of {request.path}"))
+                return "client_error"
+            case Route.UNKNOWN:
+                reply.refuse(Refusal(404, "unknown_path", _UNKNOWN.format(request.path[:256])))
+                return "client_error"
+        return "ok"
+
+
+_STORED = (
+    "A stored response is known to one engine only, and this router has {} decode engines: send the whole input instead"
+)
+_UNKNOWN = "{} is not served here: administration and other paths of an engine are reached on the engine itself"
+
+
+def _listening_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        who = f"`ss -ltnp 'sport = :{port}'`"
+        return f"port {port} on {host} is in use: stop what listens there ({who}) or choose another --port"
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return f"port {port} on {host} may not be listened on by this user: choose a --port above 1023"
+    return f"--host {host} --port {port} cannot be listened on: {error.strerror or error}"

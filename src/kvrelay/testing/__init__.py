@@ -1,0 +1,1 @@
+"""Public fakes and small models for tests and demos."""

@@ -1,0 +1,1 @@
+"""Moving bytes: sockets with scatter/gather, shared memory."""

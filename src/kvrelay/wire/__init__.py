@@ -1,0 +1,1 @@
+"""The pool's wire protocol, sans-IO: frames, messages, limits."""

@@ -1,0 +1,40 @@
+"""The harness itself: a stack that answers, dies in parts, and comes back."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.testing.stack import Counters
+
+if TYPE_CHECKING:
+    from kvrelay.testing.stack import RunningStack
+
+
+def complete(stack: RunningStack, prompt: str) -> str:
+    body = {"model": stack.model_name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"{stack.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        reply: dict[str, Any] = json.load(answer)
+    text: str = reply["choices"][0]["text"]
+    return text
+
+
+def test_the_stack_answers_as_the_plain_engine_does(stack: RunningStack, reference: RunningStack) -> None:
+    prompt = "The yield statement is semantically equivalent to a yield expression. " * 30
+    assert complete(stack, prompt) == complete(reference, prompt)
+    assert Counters(stack.prefill_urls[0]).total("vllm:prompt_tokens_total") > 0
+    assert all(Counters(url).idle for url in (*stack.prefill_urls, *stack.decode_urls))
+
+
+def test_a_killed_engine_is_noticed_and_can_be_started_again(stack: RunningStack) -> None:
+    before = stack.process("P0")
+    stack.kill("P0")
+    assert not stack.is_running("P0")
+    assert complete(stack, "one engine is enough for an answer")
+    stack.revive(300)
+    assert stack.process("P0") != before
+    assert complete(stack, "and now there are two again")

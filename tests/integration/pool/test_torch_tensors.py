@@ -1,0 +1,29 @@
+"""Real torch tensors on the CPU, of types NumPy does not know, are written and read in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvrelay.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from kvrelay.client.blocking import PoolClient
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8", "float8_e4m3fn"])
+def test_pages_of_a_torch_tensor_come_back_as_they_were(client: PoolClient, dtype: str) -> None:
+    source = torch.arange(64 * 128).remainder(100).to(getattr(torch, dtype)).reshape(64, 128)
+    blocks = [(b"%d" % n, (n * 37 % 64) * 128) for n in range(64)]
+    client.write_cache(source, blocks, 128)
+    target = torch.zeros_like(source)
+    client.read_cache(target, blocks, 128)
+    assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+
+
+def test_a_transposed_tensor_is_refused(client: PoolClient) -> None:
+    with pytest.raises(BadRequestError, match=r"shape \(8, 4\) is not contiguous"):
+        client.write_cache(torch.zeros(4, 8).t(), [(b"k", 0)], 4)

@@ -1,0 +1,100 @@
+"""A router on a real socket in front of fake engines, in one uvloop event loop that may not be blocked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+from blockbuster import BlockBuster, blockbuster_ctx
+
+from kvrelay.router.config import RouterSettings, check_settings
+from kvrelay.router.service import RouterService
+from kvrelay.testing.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from kvrelay.router.core.health import HealthSettings
+    from kvrelay.router.http.server import Limits
+
+StartEngine = Callable[..., Awaitable[FakeEngine]]
+StartRouter = Callable[..., Awaitable[RouterService]]
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def no_blocking() -> Iterator[BlockBuster]:
+    with blockbuster_ctx("kvrelay") as buster:
+        yield buster
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[list[FakeEngine]]:
+    """The engines of this test."""
+    engines: list[FakeEngine] = []
+    yield engines
+    for engine in engines:
+        await engine.stop()
+
+
+@pytest.fixture
+async def engine(fakes: list[FakeEngine]) -> StartEngine:
+    """Start a fake engine."""
+
+    async def start(**options: Any) -> FakeEngine:
+        fakes.append(await FakeEngine.start(**options))
+        return fakes[-1]
+
+    return start
+
+
+@pytest.fixture
+async def router(fakes: list[FakeEngine]) -> AsyncIterator[StartRouter]:
+    """Start a router. After the test nothing of it may be left: no task, no connection to an engine."""
+    before = asyncio.all_tasks()
+    started: list[RouterService] = []
+
+    async def start(
+        prefill: list[FakeEngine] | list[str],
+        decode: list[FakeEngine] | list[str],
+        *,
+        pool: Callable[[], Awaitable[Any]] | None = None,
+        limits: Limits | None = None,
+        health: HealthSettings | None = None,
+        **settings: Any,
+    ) -> RouterService:
+        urls = [[e if isinstance(e, str) else e.url for e in role] for role in (prefill, decode)]
+        address = None if pool is None else "unix:given"
+        options = {"drain_timeout_s": 0.2, "pool": address, **settings}
+        config = check_settings(RouterSettings(prefill=urls[0], decode=urls[1], port=0, **options))
+        service = RouterService(config, pool, limits=limits, health=health)
+        await service.start()
+        started.append(service)
+        return service
+
+    yield start
+    for service in started:
+        await service.stop()
+    for fake in fakes:
+        await fake.left_alone()
+    left = {task for task in asyncio.all_tasks() - before if _is_ours(task)}
+    if ending := {task for task in left if task.cancelling()}:
+        await asyncio.wait(ending, timeout=1)
+    assert not [task for task in left if not task.done()]
+
+
+def _is_ours(task: asyncio.Task[Any]) -> bool:
+    code = getattr(task.get_coro(), "cr_code", None)
+    return code is not None and "/kvrelay/" in code.co_filename
+
+
+@pytest.fixture
+async def pair(engine: StartEngine, router: StartRouter) -> tuple[FakeEngine, FakeEngine, int]:
+    """One P, one D, and the port of a router in front of them."""
+    prefill, decode = await engine(), await engine()
+    service = await router([prefill], [decode])
+    return prefill, decode, service.port

@@ -1,0 +1,124 @@
+"""A caller's memory: what can be used as it is, what is refused, and how pages are counted."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrelay.client.core.blocks import bytes_of
+from kvrelay.client.tensors import bytes_of_tensor, element_size, pages_of
+from kvrelay.errors import BadRequestError
+
+
+def memory_of(tensor: Any) -> bytes:
+    return bytes(bytes_of(bytes_of_tensor(tensor)))
+
+
+class CpuTensor:
+    """As much of a torch tensor as is looked at."""
+
+    def __init__(self, data: np.ndarray[Any, Any], *, device: str = "cpu", contiguous: bool = True) -> None:
+        self._data = data
+        self._contiguous = contiguous
+        self.device = type("device", (), {"type": device, "__str__": lambda _: f"{device}:0"})()
+        self.shape = data.shape
+
+    def data_ptr(self) -> int:
+        return int(self._data.ctypes.data)
+
+    def element_size(self) -> int:
+        return self._data.itemsize
+
+    def numel(self) -> int:
+        return self._data.size
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        b"\x01\x02\x03\x04",
+        bytearray(b"\x01\x02\x03\x04"),
+        memoryview(b"\x01\x02\x03\x04"),
+        array("H", [0x0201, 0x0403]),
+        np.array([[1, 2], [3, 4]], dtype=np.uint8),
+        np.array([0x04030201], dtype=np.uint32),
+        CpuTensor(np.array([[0x0201], [0x0403]], dtype=np.uint16)),
+    ],
+    ids=lambda tensor: type(tensor).__name__,
+)
+def test_memory_of_many_kinds_is_used_as_its_bytes(tensor: Any) -> None:
+    assert memory_of(tensor) == b"\x01\x02\x03\x04"
+
+
+def test_a_numpy_array_of_a_type_buffers_do_not_know_is_used_in_place() -> None:
+    times = np.array([1, 2], dtype="datetime64[s]")
+    bytes_of_tensor(times)[0] = 7
+    assert int(times.astype(np.int64)[0]) == 7
+    times.flags.writeable = False
+    assert bytes_of_tensor(times).readonly
+
+
+def test_a_tensor_is_written_in_place() -> None:
+    memory = np.zeros(4, dtype=np.float32)
+    bytes_of_tensor(CpuTensor(memory))[:4] = np.float32(1.5).tobytes()
+    assert memory[0] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (CpuTensor(np.zeros(2), device="cuda"), "cuda:0"),
+        (CpuTensor(np.zeros(2), contiguous=False), "not contiguous"),
+        (np.array(["2020-01-01"] * 4, dtype="datetime64[s]")[::2], "not contiguous"),
+        (7, "int is no memory"),
+        ([1, 2], "list is no memory"),
+    ],
+)
+def test_memory_that_cannot_be_used_is_refused_by_name(tensor: Any, why: str) -> None:
+    with pytest.raises(BadRequestError, match=why):
+        bytes_of_tensor(tensor)
+
+
+def test_empty_tensors_have_no_bytes() -> None:
+    assert bytes_of_tensor(CpuTensor(np.zeros(0))).nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size"),
+    [(b"abc", 1), (array("d", [1.0]), 8), (np.zeros(3, np.float16), 2), (CpuTensor(np.zeros(3, np.int32)), 4)],
+    ids=["bytes", "array", "numpy", "tensor"],
+)
+def test_elements_have_the_size_the_tensor_says(tensor: Any, size: int) -> None:
+    assert element_size(tensor) == size
+
+
+def test_offsets_and_pages_count_elements() -> None:
+    tensor = np.arange(32, dtype=np.float32)
+    keys, pages = pages_of(tensor, [(b"a", 0), (b"b", 24)], 8)
+    assert keys == [b"a", b"b"]
+    assert [bytes(view) for view in pages.views()] == [tensor[:8].tobytes(), tensor[24:].tobytes()]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "offset", "page", "why"),
+    [
+        (np.zeros(8, np.float32), 1, 8, "36|ends beyond"),
+        (np.zeros(8, np.float32), -1, 4, "integers"),
+        (np.zeros(8, np.float32), 0, 0, "at least one"),
+        (np.zeros((8, 8), np.float32)[:, :4], 0, 4, "not contiguous"),
+    ],
+)
+def test_pages_beyond_the_tensor_are_refused(tensor: Any, offset: int, page: int, why: str) -> None:
+    with pytest.raises(BadRequestError, match=why):
+        pages_of(tensor, [(b"a", offset)], page)
+
+
+def test_reading_into_read_only_memory_is_refused() -> None:
+    with pytest.raises(BadRequestError, match="read-only"):
+        pages_of(b"12345678", [(b"a", 0)], 4, writable=True)

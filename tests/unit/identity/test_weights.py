@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvrelay.errors import ConfigError
+from kvrelay.identity import weights
+from kvrelay.identity.core.chunks import chain_seed, prompt_chunks
+from kvrelay.identity.core.namespace import namespace
+from kvrelay.identity.weights import DigestCache, default_cache_file, weights_identity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LATER = 4e9
+"""A clock long after every file was written."""
+
+
+@pytest.fixture
+def cache_file(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "weights.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"\x01" * 1000)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"\x02" * 1000)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    return folder
+
+
+def identity(model: Path, cache_file: Path) -> str:
+    return weights_identity(str(model), DigestCache(cache_file, now=lambda: LATER))
+
+
+def change_byte(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[500] ^= 1
+    file.write_bytes(raw)
+
+
+def test_one_changed_weight_changes_every_key(model: Path, cache_file: Path) -> None:
+    before = identity(model, cache_file)
+    change_byte(model / "model-00002-of-00002.safetensors")
+    after = identity(model, cache_file)
+
+    def keys(weights: str) -> set[bytes]:
+        seed = chain_seed(namespace({"layers": "4", "weights": weights}))
+        return {chunk.key for chunk in prompt_chunks(seed, list(range(300)), 64)}
+
+    assert not keys(before) & keys(after)
+    assert keys(before) == keys(before)
+
+
+def test_a_weight_changed_in_place_is_seen_though_size_and_mtime_are_put_back(model: Path, cache_file: Path) -> None:
+    file = model / "model-00001-of-00002.safetensors"
+    before, times = identity(model, cache_file), file.stat()
+    change_byte(file)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert identity(model, cache_file) != before
+
+
+def test_equal_weights_in_two_places_are_one(model: Path, tmp_path: Path, cache_file: Path) -> None:
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    for file in model.iterdir():
+        (twin / file.name).write_bytes(file.read_bytes())
+    (twin / "README.md").write_text("not a weight")
+    assert identity(model, cache_file) == identity(twin, cache_file)
+
+
+def test_swapped_shards_are_other_weights(model: Path, cache_file: Path) -> None:
+    before = identity(model, cache_file)
+    one, two = model / "model-00001-of-00002.safetensors", model / "model-00002-of-00002.safetensors"
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    assert identity(model, cache_file) != before
+
+
+def test_an_unchanged_file_is_read_once(model: Path, cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = identity(model, cache_file)
+    monkeypatch.setattr(weights, "_read_digest", lambda path: pytest.fail(f"{path} was read again"))
+    assert identity(model, cache_file) == first
+
+
+def test_a_file_changed_just_now_is_not_cached(model: Path, cache_file: Path) -> None:
+    written = (model / "model-00001-of-00002.safetensors").stat().st_mtime
+    weights_identity(str(model), DigestCache(cache_file, now=lambda: written + 1))
+    assert not cache_file.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"1:2": 3}'])
+def test_a_broken_cache_only_costs_time(model: Path, cache_file: Path, content: str) -> None:
+    expected = identity(model, cache_file)
+    cache_file.write_text(content)
+    assert identity(model, cache_file) == expected
+
+
+def test_an_unwritable_cache_only_costs_time(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert identity(model, tmp_path / "file" / "weights.json") == identity(model, tmp_path / "other.json")
+
+
+def test_two_writers_of_the_cache_keep_each_others_digests(model: Path, tmp_path: Path, cache_file: Path) -> None:
+    one, other = (DigestCache(cache_file, now=lambda: LATER) for _ in range(2))
+    lone = tmp_path / "lone.gguf"
+    lone.write_bytes(b"gguf")
+    weights_identity(str(model), one)
+    weights_identity(str(lone), other)
+    assert len(json.loads(cache_file.read_text())) == 4
+
+
+def test_a_lone_file_is_its_content(tmp_path: Path, cache_file: Path) -> None:
+    one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
+    one.write_bytes(b"gguf")
+    other.write_bytes(b"gguf")
+    assert identity(one, cache_file) == identity(other, cache_file)
+
+
+def test_a_hub_snapshot_is_its_commit_as_long_as_nobody_put_files_in(tmp_path: Path, cache_file: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    blob = tmp_path / "models--a--b" / "blob"
+    blob.write_bytes(b"weights")
+    (snapshot / "model.safetensors").symlink_to(blob)
+    assert identity(snapshot, cache_file) == f"hub:models--a--b@{commit}"
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").write_bytes(b"weights")
+    assert identity(snapshot, cache_file).startswith("sha256:")
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_weights_that_cannot_be_identified_are_an_error_that_names_the_mend(
+    tmp_path: Path, cache_file: Path, name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="weights_id in kv_connector_extra_config"):
+        identity(tmp_path / name, cache_file)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    model: Path, cache_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_and_change(path: Path) -> str:
+        path.write_bytes(b"longer and longer" * 100)
+        return "digest"
+
+    monkeypatch.setattr(weights, "_read_digest", read_and_change)
+    with pytest.raises(ConfigError, match="changed while its digest was computed"):
+        identity(model, cache_file)
+
+
+def test_the_cache_lies_where_xdg_says() -> None:
+    assert str(default_cache_file({"XDG_CACHE_HOME": "/x"})) == "/x/kvrelay/weights.json"
+    assert str(default_cache_file({"HOME": "/h"})) == "/h/.cache/kvrelay/weights.json"

@@ -1,0 +1,150 @@
+"""Health and rotation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.errors import BadRequestError
+from kvrelay.router.core.fleet import Address, Engine, Role, make_engines, parse_address
+from kvrelay.router.core.health import Health, HealthSettings, Suspicion, is_engine_fault
+from kvrelay.router.core.policy import RoundRobin
+
+SETTINGS = HealthSettings(failures=2, rest_s=1.0, max_rest_s=4.0)
+
+
+def engines(count: int) -> tuple[Engine, ...]:
+    return make_engines(Role.DECODE, [Address("h", port) for port in range(1, count + 1)], SETTINGS)
+
+
+def fail(engine: Engine, now: float, times: int) -> None:
+    for _ in range(times):
+        engine.health.failed(now)
+
+
+@given(st.integers(1, 7), st.integers(0, 40))
+def test_rotation_is_exactly_even(count: int, picks: int) -> None:
+    rotation = RoundRobin(engines(count))
+    counts = Counter(rotation.pick(0.0) for _ in range(picks))
+    assert max(counts.values(), default=0) - min((counts[e] for e in counts), default=0) <= 1
+    assert len(counts) == min(count, picks)
+
+
+def test_engines_are_named_by_role_and_order() -> None:
+    assert [engine.name for engine in engines(3)] == ["D0", "D1", "D2"]
+
+
+def test_a_resting_engine_is_passed_over_and_comes_back() -> None:
+    fleet = engines(3)
+    rotation = RoundRobin(fleet)
+    fail(fleet[1], now=0.0, times=2)
+    assert [rotation.pick(0.5) for _ in range(4)] == [fleet[0], fleet[2], fleet[0], fleet[2]]
+    assert {rotation.pick(1.0) for _ in range(3)} == set(fleet)
+
+
+def test_when_all_rest_the_one_that_wakes_first_is_asked() -> None:
+    fleet = engines(2)
+    fail(fleet[0], now=0.5, times=2)
+    fail(fleet[1], now=0.0, times=2)
+    assert RoundRobin(fleet).pick(0.6) is fleet[1]
+
+
+def test_engines_tried_already_are_not_picked_again() -> None:
+    fleet = engines(2)
+    rotation = RoundRobin(fleet)
+    assert rotation.pick(0.0, [fleet[0]]) is fleet[1]
+    assert rotation.pick(0.0, fleet) is None
+
+
+def test_rest_doubles_up_to_its_bound_and_success_forgets_it() -> None:
+    health = Health(SETTINGS)
+    now = 0.0
+    rests = []
+    health.failed(now)
+    for _ in range(4):
+        assert health.failed(now)
+        rests.append(health.resting_until - now)
+        now = health.resting_until
+    assert rests == [1.0, 2.0, 4.0, 4.0]
+    health.succeeded()
+    assert not health.is_resting(now)
+    assert not health.failed(now)
+
+
+def test_failures_while_it_rests_do_not_prolong_the_rest() -> None:
+    health = Health(SETTINGS)
+    for _ in range(5):
+        health.failed(0.0)
+    assert health.resting_until == 1.0
+
+
+def test_after_its_rest_an_engine_is_on_trial_with_one_request_until_that_succeeds() -> None:
+    """1. D0 fails and rests. 2. Its rest ends: one request tries it, the next ones go past. 3. The trial succeeds."""
+    fleet = engines(2)
+    rotation, health = RoundRobin(fleet), fleet[0].health
+    health.failed(0.0)
+    health.failed(0.0)
+    picked = [rotation.pick(now) for now in (0.5, 1.0, 1.1, 1.2, 1.3)]
+    assert [engine.name for engine in picked if engine] == ["D1", "D0", "D1", "D1", "D1"]
+    health.succeeded()
+    assert {engine.name for engine in (rotation.pick(1.4), rotation.pick(1.4)) if engine} == {"D0", "D1"}
+
+
+def test_a_failed_trial_means_a_longer_rest() -> None:
+    health = Health(SETTINGS)
+    health.failed(0.0)
+    health.failed(0.0)
+    health.asked(1.0)
+    assert health.failed(1.5)
+    assert health.resting_until == 3.5
+
+
+def test_a_trial_that_never_ends_gives_way_to_another() -> None:
+    health = Health(SETTINGS)
+    health.failed(0.0)
+    health.failed(0.0)
+    health.asked(1.0)
+    assert health.is_resting(1.9)
+    assert not health.is_resting(2.0)
+
+
+def test_a_request_under_which_two_engines_failed_is_suspected() -> None:
+    suspicion = Suspicion()
+    assert [suspicion.confirmed(status) for status in (503, 429, 500, 503, 502)] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("status", "fault"), [(200, False), (400, False), (429, False), (500, True), (501, False), (503, True)]
+)
+def test_only_what_is_the_engines_fault_is_held_against_it(status: int, *, fault: bool) -> None:
+    assert is_engine_fault(status) is fault
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://a:1", Address("a", 1)),
+        ("http://a", Address("a", 80)),
+        ("http://a:1/", Address("a", 1)),
+        ("http://a:1/vllm/", Address("a", 1, "/vllm")),
+        ("http://[::1]:2", Address("::1", 2)),
+    ],
+)
+def test_engine_urls_are_understood(url: str, expected: Address) -> None:
+    assert parse_address(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url", ["", "a:1", "ftp://a", "https://a", "http://", "http://a:0", "http://a:x", "http://a:99999", "http://u@a",
+            "http://a?b", "http://a#b", "http://a b", "http://ä"],
+)  # fmt: skip
+def test_other_urls_are_refused_by_name(url: str) -> None:
+    with pytest.raises(BadRequestError, match="http://"):
+        parse_address(url)
+
+
+def test_an_ipv6_address_is_bracketed_in_urls() -> None:
+    assert parse_address("http://[::1]:2").url == "http://[::1]:2"
