@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kvrelay.router import proxy
+from kvrelay.router import prefilling
 from kvrelay.testing.fake_engine import FakeEngine, drop, fail, hang, stream
 from kvrelay.testing.fake_tickets import FakePool, a_proof
 from kvrelay.testing.raw_http import RawClient, get, post
@@ -162,7 +162,7 @@ async def test_when_no_p_can_be_reached_d_is_asked_alone(engine: Any, router: An
 
 async def test_when_d_has_all_it_needs_p_is_broken_off(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """1. Both are asked. 2. D, which has the prompt, begins to answer. 3. P's leg is closed; D's goes on."""
-    monkeypatch.setattr(proxy, "PREFILL_GRACE_S", 0.0)
+    monkeypatch.setattr(prefilling, "PREFILL_GRACE_S", 0.0)
     gate = asyncio.Semaphore(1)
     stage.p.script(hang())
     stage.d.script(stream([b"data: 1\n\n", b"data: 2\n\n"], gate=gate))

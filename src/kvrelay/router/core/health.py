@@ -27,6 +27,11 @@ def is_busy(status: int) -> bool:
     return status == 429
 
 
+def status_reason(status: int) -> str:
+    """What a status that another engine is asked over is called in metrics and records."""
+    return "busy" if is_busy(status) else "status_5xx"
+
+
 class Suspicion:
     """Whether one request brings down the engines that are asked. The next is asked only while that is unlikely.
 

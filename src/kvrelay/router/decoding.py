@@ -1,0 +1,182 @@
+"""The decode legs of one request: one decode engine after the other until one answers, or none will."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvrelay.profiles.base import DecodeLeg
+from kvrelay.router.core.answers import Refusal
+from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.health import Suspicion, is_busy, is_engine_fault, status_reason
+from kvrelay.router.core.lifecycle import Event
+from kvrelay.router.core.recovery import LOST_CODE, Action
+from kvrelay.router.errors import EngineError, EngineSilentError, EngineUnreachableError
+from kvrelay.router.passthrough import Repelled
+from kvrelay.router.proving import proof_comment, proof_header
+from kvrelay.router.relay import Relay
+from kvrelay.types import Lost
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.handover import Handover
+    from kvrelay.router.http.call import Call
+    from kvrelay.router.prefilling import Prefilling
+
+logger = logging.getLogger(__name__)
+
+_FINAL = frozenset({EngineSilentError.code, LOST_CODE})
+"""Ways for a decode leg to end after which no other is sent: the client has waited long enough, or is to be told."""
+
+
+class Decoding:
+    """Decode legs, and what they pass on to the client."""
+
+    __slots__ = ("_attempt", "_handover", "_prefilling", "_relay")
+
+    def __init__(self, handover: Handover, prefilling: Prefilling) -> None:
+        """``prefilling``: done, or going on beside."""
+        self._handover = handover
+        self._prefilling = prefilling
+        self._attempt = 0
+        """Decode legs sent."""
+        self._relay: Relay | None = None
+        """Set once the client has something of an answer."""
+
+    async def run(self) -> str | Action:
+        """The outcome; or what to do first, the decode side having lost the KV."""
+        handover = self._handover
+        router = handover.router
+        tried: list[Engine] = []
+        suspicion = Suspicion()
+        last: Repelled | Refusal = Refusal(503, "unreachable", "No decode engine is there to answer")
+        while (engine := router.engines.pick(Role.DECODE, tried)) is not None:
+            tried.append(engine)
+            handover.record.decode = engine.name
+            handover.step(Event.DECODE_SENT)
+            answered = await self._leg(engine)
+            if isinstance(answered, str):
+                return answered
+            if isinstance(answered, Lost):
+                action = self._on_lost(engine, answered)
+                if action is not Action.REFUSE:
+                    return action
+                last = handover.recovery.refusal(answered)
+                break
+            last = answered
+            handover.step(Event.DECODE_REPELLED)
+            if suspicion.confirmed(last.status) or (isinstance(last, Refusal) and last.code in _FINAL):
+                break
+        handover.step(Event.FAILED)
+        if isinstance(last, Refusal):
+            return handover.refuse(last)
+        last.give(handover.reply, handover.own_headers())
+        return "error" if last.status >= 500 else "client_error"
+
+    # --- one leg ---
+
+    async def _leg(self, engine: Engine) -> str | Repelled | Refusal | Lost:
+        """One decode leg; broken off when its engine tells that it cannot have the KV, while nothing was sent."""
+        handover = self._handover
+        ticket, desk = handover.ticket, handover.router.desk
+        self._attempt += 1
+        handover.record.begin_leg()
+        if ticket is not None:
+            ticket.begin_attempt(self._attempt)
+        if ticket is None or desk is None or not handover.listens:
+            return await self._ask(engine)
+        desk.watch(ticket)
+        leg = asyncio.create_task(self._ask(engine))
+        try:
+            both: set[asyncio.Future[Any]] = {leg, ticket.lost}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not leg.done() and not handover.reply.started:
+                return ticket.lost.result()
+            return await leg
+        finally:
+            if not leg.done():
+                leg.cancel()
+                await asyncio.wait({leg})
+
+    async def _ask(self, engine: Engine) -> str | Repelled | Refusal:
+        """The outcome, or what to tell the client if no other engine does better."""
+        handover = self._handover
+        silence_s = handover.router.timeouts.decode_s
+        try:
+            async with handover.router.engines.ask(engine, self._message(engine), timeout_s=silence_s) as call:
+                return await self._pass_on(engine, call, silence_s)
+        except EngineError as error:
+            handover.detour(f"decode_{error.code}", engine)
+            if self._relay is not None:
+                handover.step(Event.FAILED)
+                self._relay.break_off(error)
+                return "error"
+            if not isinstance(error, EngineUnreachableError):
+                handover.spend()
+            return Refusal(error.http_status, error.code, f"{engine.name}: {error}")
+
+    def _message(self, engine: Engine) -> bytes:
+        handover, record = self._handover, self._handover.record
+        leg = DecodeLeg(
+            handover=record.life.name,
+            worker=engine.name,
+            prefill=record.prefill,
+            policy=handover.recovery.promise(record.prefill),
+            attempt=self._attempt,
+            overlapped=self._prefilling.is_under_way,
+        )
+        params = handover.router.profile.decode_params(leg, handover.carried)
+        return handover.outgoing.to(engine, handover.body.decode(params))
+
+    async def _pass_on(self, engine: Engine, call: Call, silence_s: float) -> str | Repelled | Refusal:
+        """What the engine answers, to the client.
+
+        Raises:
+            EngineError: it broke off.
+        """
+        handover = self._handover
+        if is_engine_fault(call.status) or is_busy(call.status):
+            said = await Repelled.take(call, timeout_s=silence_s)
+            handover.detour(f"decode_{status_reason(call.status)}", engine)
+            handover.spend()
+            return said
+        own = handover.own_headers()
+        if call.status == 200 and handover.listens:
+            await call.begun(silence_s)
+            own += await proof_header(handover, call)
+            refused = handover.recovery.unproven(handover.record, handover.body.num_engine_requests)
+            if refused is not None:
+                handover.detour("unproven", engine)
+                return refused
+        trailer = partial(proof_comment, handover) if handover.wishes.proof else None
+        self._relay = Relay(call, handover.reply, own, partial(self._on_first_byte, call), trailer)
+        await self._relay.run(silence_s=silence_s)
+        handover.step(Event.LAST_BYTE)
+        return "ok" if call.status < 400 else "client_error"
+
+    def _on_first_byte(self, call: Call) -> None:
+        handover = self._handover
+        handover.step(Event.FIRST_BYTE)
+        self._prefilling.stop_soon()
+        if call.status < 400:
+            ttft_s = handover.record.life.ttft_s
+            assert ttft_s is not None
+            router = handover.router
+            router.metrics.ttft_seconds.observe(ttft_s)
+            if handover.ticket is not None and router.desk is not None:
+                router.desk.settle(handover.ticket)
+
+    def _on_lost(self, engine: Engine, lost: Lost) -> Action:
+        handover = self._handover
+        action = handover.recovery.lost(lost)
+        handover.detour("kv_lost", engine)
+        handover.router.metrics.kv_lost.labels(lost.lost, action.name.lower()).inc()
+        logger.debug("%s: %s, so: %s", handover.record.life.name, lost, action.name.lower())
+        handover.record.losses.append(lost)
+        if action is not Action.REFUSE:
+            handover.step(Event.KV_LOST)
+        return action

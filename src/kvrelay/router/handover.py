@@ -1,0 +1,156 @@
+"""One disaggregated request: the way it goes, and what its legs share.
+
+What goes another way than P then D is a *detour*, counted by reason and kept in the hand-over's record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvrelay.router.core.lifecycle import Event, State
+from kvrelay.router.core.records import Detour
+from kvrelay.router.core.recovery import Action, Recovery
+from kvrelay.router.decoding import Decoding
+from kvrelay.router.engines import Outgoing
+from kvrelay.router.prefilling import Prefilling
+from kvrelay.types import Dispatch, OnLostKv
+
+if TYPE_CHECKING:
+    from kvrelay.router.core.answers import Refusal
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.legs import ClientBody
+    from kvrelay.router.core.records import Record
+    from kvrelay.router.core.wishes import Wishes
+    from kvrelay.router.http.messages import Headers, Request
+    from kvrelay.router.http.reply import Reply
+    from kvrelay.router.proxy import Disaggregator
+    from kvrelay.router.tickets import Ticket
+
+
+class Handover:
+    """One request."""
+
+    __slots__ = ("body", "carried", "outgoing", "record", "recovery", "reply", "router", "ticket", "wishes")
+
+    def __init__(
+        self, router: Disaggregator, request: Request, reply: Reply, body: ClientBody, record: Record, wishes: Wishes
+    ) -> None:
+        """``record``: of this request, in the router's book."""
+        self.router = router
+        self.reply = reply
+        self.body = body
+        self.record = record
+        self.wishes = wishes
+        self.outgoing = Outgoing(request, record.life.name.encode(), always=router.profile.names_requests)
+        self.recovery = Recovery(wishes.policy, max_reprefills=router.lost_kv.max_reprefills)
+        self.carried: bytes | None = None
+        """What the prefill leg gave for the decode leg, as the connector's profile has it."""
+        self.ticket: Ticket | None = None
+
+    async def run(self) -> str:
+        """Answer. The outcome, for the metrics."""
+        life, router = self.record.life, self.router
+        try:
+            if router.desk is not None:
+                self.ticket = await router.desk.open(self.record, self.body.num_engine_requests)
+                if self.ticket is None:
+                    self.detour("no_ticket")
+            return await self._go()
+        except asyncio.CancelledError:
+            if not life.ended:
+                router.metrics.cancelled.labels(life.state.name.lower()).inc()
+                self.step(Event.CANCELLED)
+            raise
+        finally:
+            if not life.ended:
+                self.step(Event.FAILED)
+            self._leave_ticket()
+
+    # --- the way it goes ---
+
+    async def _go(self) -> str:
+        bypass = self.router.profile.bypass(self.body)
+        if (refused := self._refused(bypass)) is not None:
+            self.step(Event.FAILED)
+            return self.refuse(refused)
+        prefilling = Prefilling(self)
+        if bypass:
+            self.detour(bypass)
+        elif self._overlaps:
+            async with prefilling.beside():
+                return await self._answer(prefilling)
+        else:
+            await prefilling.run()
+        return await self._answer(prefilling)
+
+    async def _answer(self, prefilling: Prefilling) -> str:
+        """Decode legs until one is the answer, with another prefill before it where that is called for."""
+        decoding = Decoding(self, prefilling)
+        while not isinstance(answered := await decoding.run(), str):
+            if answered is Action.REPREFILL:
+                self.detour("reprefill")
+                self.carried, self.record.prefill = None, ""
+                await prefilling.run()
+        return answered
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether the decode leg follows the prefill leg: not where more than its answer is waited for."""
+        return self.router.dispatch is Dispatch.OVERLAPPED and self.ticket is not None and not self.listens
+
+    def _refused(self, bypass: str) -> Refusal | None:
+        """Why a request that must be proven cannot be, before anybody is asked."""
+        if not self.recovery.proves:
+            return None
+        why = bypass or ("beam_search" if self.body.is_beam_search else "")
+        if why:
+            return self.recovery.unprovable(why)
+        return self.recovery.away() if self.ticket is None else None
+
+    def _leave_ticket(self) -> None:
+        ticket, desk = self.ticket, self.router.desk
+        if ticket is None or desk is None:
+            return
+        ticket.answer_ended = True
+        if ticket.settling is None or self.record.life.state is not State.DONE:
+            desk.end(ticket)
+
+    # --- for the legs ---
+
+    @property
+    def listens(self) -> bool:
+        """Whether anything depends on what the decode side tells before its answer is passed on."""
+        return self.wishes.proof or self.wishes.policy is not OnLostKv.RECOMPUTE
+
+    def step(self, event: Event) -> None:
+        """Something happened to the request."""
+        self.record.life.handle(event, self.router.now())
+
+    def detour(self, reason: str, engine: Engine | None = None) -> None:
+        """It goes another way than P then D. ``engine``: over which, if over one."""
+        self.record.detours.append(Detour(reason, engine.name if engine is not None else ""))
+        self.router.metrics.detours.labels(reason).inc()
+
+    def spend(self) -> None:
+        """An engine may have begun to read what was carried: where it can be read once only, it is void now."""
+        left = self.router.profile.spent(self.carried)
+        if left is None and self.carried is not None:
+            self.record.prefill = ""
+        self.carried = left
+
+    def refuse(self, refused: Refusal) -> str:
+        """The router answers itself. The outcome."""
+        self.reply.refuse(refused, self.own_headers())
+        return "error" if refused.status >= 500 else "client_error"
+
+    def own_headers(self) -> Headers:
+        """The router's headers of an answer."""
+        record = self.record
+        headers = [(b"x-kvrelay-handover", record.life.name.encode())]
+        if record.decode:
+            headers.append((b"x-kvrelay-decode", record.decode.encode()))
+        headers.append((b"x-request-id", self.outgoing.request_id))
+        if record.prefill:
+            headers.append((b"x-kvrelay-prefill", record.prefill.encode()))
+        return headers
