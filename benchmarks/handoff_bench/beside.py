@@ -72,17 +72,18 @@ class BesideTable(Table):
         handed: list[float] = []
         local: list[float] = []
         with legs.decode.decoding(DECODES, legs.model):
-            for round_ in range(self.settings.repeats):
+            for round_, counts in self.settings.rounds():
                 prompts = [prompt_of(length, "beside", legs.contestant.name, round_, at) for at in range(WINDOW)]
                 # P computes in both kinds of window: what differs is where D finds the prompt.
                 others = [prompt_of(length, "others", legs.contestant.name, round_, at) for at in range(WINDOW)]
-                with Rate(legs.decode) as rate:
+                with Rate(legs.decode) as taking:
                     for prompt in prompts:
                         legs.hand_over(prompt)
-                handed.append(rate.value)
-                with Rate(legs.decode) as rate:
+                with Rate(legs.decode) as hitting:
                     for prompt, other in zip(prompts, others, strict=True):
                         legs.prefill.complete(other, legs.contestant.prefill_params())
                         legs.decode.stream(prompt)
-                local.append(rate.value)
+                if counts:
+                    handed.append(taking.value)
+                    local.append(hitting.value)
         return handed, local

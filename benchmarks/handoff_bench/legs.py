@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,8 @@ from kvrelay.bench.section import Section
 from kvrelay.errors import KvRelayError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from handoff_bench.asking import Engine
     from handoff_bench.contestants import Contestant
 
@@ -18,14 +22,36 @@ CHECKED = 8
 """Tokens of an answer that are compared with the plain engine's."""
 DECODES = 4
 """Requests that D decodes meanwhile, where it is not idle."""
+FEWEST = 5
+"""Counted rounds that a median is taken of."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``lengths``: of prompts, in tokens; ``repeats``: timed rounds of each."""
+    """``lengths``: of prompts, in tokens; ``repeats``: timed rounds of each, after ``warmup`` that are not timed.
+
+    ``limit_s``: a case that takes longer ends with the rounds it has, at least `FEWEST`.
+    """
 
     lengths: tuple[int, ...]
     repeats: int
+    warmup: int = 5
+    limit_s: float = 120.0
+
+    def rounds(self) -> Iterator[tuple[int, bool]]:
+        """Number each round, and say whether it counts: the first after a start are cold, the plain engine's too.
+
+        Raises:
+            KvRelayError: fewer than `FEWEST` counted rounds came about in time.
+        """
+        deadline = time.monotonic() + self.limit_s
+        for round_ in range(self.warmup + self.repeats):
+            counted = round_ - self.warmup
+            if time.monotonic() > deadline:
+                if counted < FEWEST:
+                    raise KvRelayError(f"{max(0, counted)} rounds in {self.limit_s:g} s")
+                return
+            yield round_, counted >= 0
 
 
 @dataclass(frozen=True)
@@ -79,10 +105,14 @@ class Table:
     def run(self, legs: Legs) -> None:
         """Measure one contestant; what it cannot do is noted."""
         for length in self.settings.lengths:
+            known = len(self.section.rows)
             try:
                 self.add(legs, length)
             except KvRelayError as error:
                 self.section.absent[f"{legs.contestant.name}, {length} tokens"] = str(error)
+                print(f"  {legs.contestant.name}, {length} tokens: {error}", file=sys.stderr, flush=True)
+            for row in self.section.rows[known:]:
+                print("  " + " | ".join(row), file=sys.stderr, flush=True)
 
     def add(self, legs: Legs, length: int) -> None:
         """Measure one contestant at one length. Raises `KvRelayError` when it cannot do it."""

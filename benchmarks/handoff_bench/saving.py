@@ -39,11 +39,12 @@ class SavingTable(Table):
     def _measure(self, legs: Legs, length: int) -> tuple[list[float], list[float]]:
         saved: list[float] = []
         plain: list[float] = []
-        for round_ in range(self.settings.repeats):
+        for round_, counts in self.settings.rounds():
             prompt = prompt_of(length, "saving", legs.contestant.name, length, round_)
-            if round_ % 2:
-                plain.append(legs.plain.stream(prompt)[0])
-            saved.append(legs.prefill.stream(prompt, legs.contestant.prefill_params())[0])
-            if not round_ % 2:
-                plain.append(legs.plain.stream(prompt)[0])
+            other = legs.plain.stream(prompt)[0] if round_ % 2 else 0.0
+            one = legs.prefill.stream(prompt, legs.contestant.prefill_params())[0]
+            other = other or legs.plain.stream(prompt)[0]
+            if counts:
+                saved.append(one)
+                plain.append(other)
         return saved, plain

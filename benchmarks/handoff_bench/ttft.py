@@ -44,14 +44,17 @@ def measure(legs: Legs, length: int, decodes: int, settings: Settings) -> Times:
     with contextlib.ExitStack() as background:
         if decodes:
             background.enter_context(legs.decode.decoding(decodes, legs.model))
-        for round_ in range(settings.repeats):
+        done = 0
+        for round_, counts in settings.rounds():
+            done += 1
             prompt = prompt_of(length, legs.contestant.name, length, decodes, round_)
-            times.handed.append(legs.hand_over(prompt)[0])
+            taken = times if counts else Times([], [], [])
+            taken.handed.append(legs.hand_over(prompt)[0])
             if legs.contestant.caches:
-                times.local.append(legs.decode.stream(prompt)[0])
+                taken.local.append(legs.decode.stream(prompt)[0])
             if not decodes:  # nobody decodes there
-                times.plain.append(legs.plain.stream(known)[0])
-    legs.prove_taken(before, settings.repeats * legs.handed_over(length))
+                taken.plain.append(legs.plain.stream(known)[0])
+    legs.prove_taken(before, done * legs.handed_over(length))
     return times
 
 
@@ -66,7 +69,16 @@ class TtftTable(Table):
         super().__init__(
             settings,
             "First token after a hand-over, ms",
-            ["contestant", "prompt", "decodes on D", "overhead", "handed over", "local hit", "hit in plain vLLM"],
+            [
+                "contestant",
+                "prompt",
+                "decodes on D",
+                "overhead",
+                "handed over",
+                "local hit",
+                "hit in plain vLLM",
+                "rounds",
+            ],
         )
         self._overheads: dict[tuple[str, int, int], float] = {}
 
@@ -79,7 +91,7 @@ class TtftTable(Table):
     def _note(self, name: str, length: int, decodes: int, times: Times) -> None:
         overhead = self._overheads[name, length, decodes] = times.overhead_ms
         cells = [_cell(values) for values in (times.handed, times.local, times.plain)]
-        self.section.rows.append([name, str(length), str(decodes), f"{overhead:.1f}", *cells])
+        self.section.rows.append([name, str(length), str(decodes), f"{overhead:.1f}", *cells, str(len(times.handed))])
         self.section.figures[f"{name} {length} {decodes}"] = {
             "overhead_ms": overhead,
             "handed_ms": 1e3 * median(times.handed),
