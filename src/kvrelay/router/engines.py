@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING
 from kvrelay.router.core import wishes
 from kvrelay.router.core.fleet import Engine, Role
 from kvrelay.router.core.health import is_engine_fault
-from kvrelay.router.core.policy import RoundRobin
+from kvrelay.router.core.picker import Picker
+from kvrelay.router.core.policy.base import NO_REQUEST
+from kvrelay.router.core.policy.registry import DEFAULT, make_policy
 from kvrelay.router.errors import EngineError
 from kvrelay.router.http.messages import Request, end_to_end, render
 from kvrelay.router.http.upstream import EngineClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
+    from kvrelay.router.core.policy.base import Policy, RequestView
     from kvrelay.router.http.call import Call
     from kvrelay.router.metrics import RouterMetrics
 
@@ -60,12 +64,14 @@ class Engines:
         *,
         connect_timeout_s: float,
         metrics: RouterMetrics,
+        policies: Mapping[Role, Policy] | None = None,
     ) -> None:
-        """Connections are made when first needed."""
+        """Connections are made when first needed. ``policies``: each role's own; the default's if not given."""
         self.prefills = tuple(prefills)
         self.decodes = tuple(decodes)
         self._metrics = metrics
-        self._rotation = {Role.PREFILL: RoundRobin(prefills), Role.DECODE: RoundRobin(decodes)}
+        policies = policies or {role: make_policy(DEFAULT, role) for role in Role}
+        self.pickers = {role: Picker(policy, random.Random()) for role, policy in policies.items()}  # noqa: S311
         self._clients = {
             engine: EngineClient(engine.address, connect_timeout_s=connect_timeout_s) for engine in self.all
         }
@@ -75,17 +81,30 @@ class Engines:
         """Prefill engines, then decode engines."""
         return self.prefills + self.decodes
 
-    def pick(self, role: Role, tried: Collection[Engine] = ()) -> Engine | None:
-        """Whose turn it is."""
-        return self._rotation[role].pick(asyncio.get_running_loop().time(), tried)
+    def pick(
+        self, role: Role, tried: Collection[Engine] = (), request: RequestView = NO_REQUEST, prefer: str = ""
+    ) -> Engine | None:
+        """Who is asked for ``request``, by its role's policy. ``prefer``: an engine to ask instead, if it is well."""
+        engines = self.prefills if role is Role.PREFILL else self.decodes
+        picker = self.pickers[role]
+        engine = picker.pick(engines, asyncio.get_running_loop().time(), tried, request, prefer)
+        if engine is not None:
+            self._metrics.picked(picker.policy.name, role, picker.why)
+        return engine
 
     @asynccontextmanager
     async def ask(
-        self, engine: Engine, message: bytes, *, timeout_s: float, on_sent: Callable[[], None] = lambda: None
+        self,
+        engine: Engine,
+        message: bytes,
+        *,
+        timeout_s: float,
+        on_sent: Callable[[], None] = lambda: None,
+        num_tokens: int = 0,
     ) -> AsyncIterator[Call]:
         """Send ``message``; inside the block the answer's head is there. The call is closed at its end, come what may.
 
-        ``on_sent`` is called when the message has been written, perhaps twice.
+        ``on_sent`` is called when the message has been written, perhaps twice. ``num_tokens``: the prompt's, estimated.
 
         Keeps the engine's health and the metrics: an `EngineError` inside the block is the engine's failure too.
         """
@@ -93,6 +112,7 @@ class Engines:
         began = time.perf_counter()  # the loop's clock counts whole milliseconds
         metrics.sent[engine].inc()
         metrics.in_flight[role].inc()
+        engine.load.begin(num_tokens)
         call: Call | None = None
         try:
             call = await self._clients[engine].open(message, timeout_s=timeout_s, on_sent=on_sent)
@@ -104,6 +124,7 @@ class Engines:
             raise
         finally:
             metrics.in_flight[role].dec()
+            engine.load.end(num_tokens)
             if call is not None:
                 call.close()
                 if call.ended:

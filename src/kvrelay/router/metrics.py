@@ -39,6 +39,11 @@ class RouterMetrics:
             "kvrelay_router_engine_resting", "1 while an engine is passed over after failures",
             ("role", "engine"), registry=registry,
         )  # fmt: skip
+        self._picks = Counter(
+            "kvrelay_router_picks", "Engines chosen, by policy and by why it chose them",
+            ("role", "policy", "why"), registry=registry,
+        )  # fmt: skip
+        self._pick_children: dict[tuple[str, Role, str], Counter] = {}
         self._in_flight = Gauge(
             "kvrelay_router_in_flight", "Requests on engines now, by role", ("role",), registry=registry
         )
@@ -112,6 +117,14 @@ class RouterMetrics:
         self.leg_seconds = {role: self._leg_seconds.labels(role.value) for role in Role}
         for source in ("handed_over", "earlier", "local", "recomputed"):
             self.tokens.labels(source)
+
+    def picked(self, policy: str, role: Role, why: str) -> None:
+        """A policy chose an engine."""
+        key = (policy, role, why)
+        child = self._pick_children.get(key)
+        if child is None:
+            child = self._pick_children[key] = self._picks.labels(role.value, policy, why)
+        child.inc()
 
     def engine_failed(self, engine: Engine, reason: str) -> None:
         """``engine`` did not do its part of a request."""

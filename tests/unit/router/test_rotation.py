@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -11,13 +13,28 @@ from hypothesis import strategies as st
 from kvrelay.errors import BadRequestError
 from kvrelay.router.core.fleet import Address, Engine, Role, make_engines, parse_address
 from kvrelay.router.core.health import Health, HealthSettings, Suspicion, is_engine_fault
-from kvrelay.router.core.policy import RoundRobin
+from kvrelay.router.core.picker import Picker
+from kvrelay.router.core.policy.round_robin import RoundRobin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SETTINGS = HealthSettings(failures=2, rest_s=1.0, max_rest_s=4.0)
 
 
 def engines(count: int) -> tuple[Engine, ...]:
     return make_engines(Role.DECODE, [Address("h", port) for port in range(1, count + 1)], SETTINGS)
+
+
+class Rotation:
+    """Engines in turn."""
+
+    def __init__(self, fleet: Sequence[Engine]) -> None:
+        self._fleet = fleet
+        self._picker = Picker(RoundRobin(), random.Random(1))
+
+    def pick(self, now: float, tried: Sequence[Engine] = ()) -> Engine | None:
+        return self._picker.pick(self._fleet, now, tried)
 
 
 def fail(engine: Engine, now: float, times: int) -> None:
@@ -27,7 +44,7 @@ def fail(engine: Engine, now: float, times: int) -> None:
 
 @given(st.integers(1, 7), st.integers(0, 40))
 def test_rotation_is_exactly_even(count: int, picks: int) -> None:
-    rotation = RoundRobin(engines(count))
+    rotation = Rotation(engines(count))
     counts = Counter(rotation.pick(0.0) for _ in range(picks))
     assert max(counts.values(), default=0) - min((counts[e] for e in counts), default=0) <= 1
     assert len(counts) == min(count, picks)
@@ -39,7 +56,7 @@ def test_engines_are_named_by_role_and_order() -> None:
 
 def test_a_resting_engine_is_passed_over_and_comes_back() -> None:
     fleet = engines(3)
-    rotation = RoundRobin(fleet)
+    rotation = Rotation(fleet)
     fail(fleet[1], now=0.0, times=2)
     assert [rotation.pick(0.5) for _ in range(4)] == [fleet[0], fleet[2], fleet[0], fleet[2]]
     assert {rotation.pick(1.0) for _ in range(3)} == set(fleet)
@@ -49,12 +66,12 @@ def test_when_all_rest_the_one_that_wakes_first_is_asked() -> None:
     fleet = engines(2)
     fail(fleet[0], now=0.5, times=2)
     fail(fleet[1], now=0.0, times=2)
-    assert RoundRobin(fleet).pick(0.6) is fleet[1]
+    assert Rotation(fleet).pick(0.6) is fleet[1]
 
 
 def test_engines_tried_already_are_not_picked_again() -> None:
     fleet = engines(2)
-    rotation = RoundRobin(fleet)
+    rotation = Rotation(fleet)
     assert rotation.pick(0.0, [fleet[0]]) is fleet[1]
     assert rotation.pick(0.0, fleet) is None
 
@@ -84,7 +101,7 @@ def test_failures_while_it_rests_do_not_prolong_the_rest() -> None:
 def test_after_its_rest_an_engine_is_on_trial_with_one_request_until_that_succeeds() -> None:
     """1. D0 fails and rests. 2. Its rest ends: one request tries it, the next ones go past. 3. The trial succeeds."""
     fleet = engines(2)
-    rotation, health = RoundRobin(fleet), fleet[0].health
+    rotation, health = Rotation(fleet), fleet[0].health
     health.failed(0.0)
     health.failed(0.0)
     picked = [rotation.pick(now) for now in (0.5, 1.0, 1.1, 1.2, 1.3)]

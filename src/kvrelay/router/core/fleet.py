@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
 from kvrelay.router.core.health import Health, HealthSettings
+from kvrelay.router.core.load import Load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +73,7 @@ def parse_address(url: str) -> Address:
 class Engine:
     """One vLLM server. Its name, P0, P1, ..., D0, D1, ..., is what headers, proofs and metrics call it."""
 
-    __slots__ = ("address", "health", "name", "role")
+    __slots__ = ("address", "draining", "health", "load", "name", "role")
 
     def __init__(self, name: str, role: Role, address: Address, health: Health) -> None:
         """Identity is the object's."""
@@ -80,6 +81,9 @@ class Engine:
         self.role = role
         self.address = address
         self.health = health
+        self.load = Load()
+        self.draining = False
+        """Whether it is to take no more requests."""
 
 
 def make_engines(role: Role, addresses: Sequence[Address], settings: HealthSettings) -> tuple[Engine, ...]:

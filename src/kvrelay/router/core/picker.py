@@ -1,0 +1,69 @@
+"""The engines of one role as a policy sees them, and what its choice means for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvrelay.router.core.policy.base import NO_REQUEST, EngineView, Snapshot, select
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.policy.base import Policy, RequestView, Rng
+
+
+class Picker:
+    """Asks one policy about engines of one role."""
+
+    __slots__ = ("_num_joined", "_orders", "_rng", "policy", "why")
+
+    def __init__(self, policy: Policy, rng: Rng) -> None:
+        """``rng``: what chance the policy gets."""
+        self.policy = policy
+        self.why = ""
+        """Of the last pick."""
+        self._rng = rng
+        self._orders: dict[Engine, int] = {}
+        self._num_joined = 0
+
+    def pick(
+        self,
+        engines: Iterable[Engine],
+        now: float,
+        tried: Collection[Engine] = (),
+        request: RequestView = NO_REQUEST,
+        prefer: str = "",
+    ) -> Engine | None:
+        """The engine to ask; None if there is none. ``prefer``: the engine to ask if it is well, whatever the policy.
+
+        ``engines``: in the order in which they joined; ``tried``: those not to be asked again.
+        """
+        offered = {engine.name: engine for engine in engines if engine not in tried}
+        engine = offered.get(prefer)
+        if engine is not None and not engine.draining and not engine.health.is_resting(now):
+            self.why = "preferred"
+        else:
+            fleet = Snapshot(now, tuple(self._view(engine, now) for engine in offered.values()))
+            choice = select(self.policy, request, fleet, self._rng)
+            if choice is None:
+                return None
+            engine, self.why = offered[choice.engine], choice.why
+        engine.health.asked(now)
+        return engine
+
+    def left(self, engine: Engine) -> None:
+        """An engine is gone for good."""
+        self._orders.pop(engine, None)
+        self.policy.forget(engine.name)
+
+    def _view(self, engine: Engine, now: float) -> EngineView:
+        order = self._orders.get(engine)
+        if order is None:
+            order = self._orders[engine] = self._num_joined
+            self._num_joined += 1
+        health, load = engine.health, engine.load
+        return EngineView(
+            engine.name, engine.role, order, health.is_resting(now), health.resting_until, engine.draining,
+            load.in_flight, load.in_flight_tokens, load.ttft.value, load.itl.value,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Policies: which engine is asked next."""
