@@ -120,9 +120,6 @@ class Policy:
         """How many of the prompt's first tokens the engine is thought to have in its own cache. Changes nothing."""
         return 0
 
-    def answered(self, request: RequestView, engine: str) -> None:
-        """The engine has answered the request: it has computed its prompt."""
-
     def forget(self, engine: str) -> None:
         """The engine is gone, or has lost its cache."""
 

@@ -8,6 +8,10 @@ import msgspec
 from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
+from kvrelay.router.core.policy.consistent_hash import ConsistentHash, HashOptions
+from kvrelay.router.core.policy.latency import Latency, LatencyOptions
+from kvrelay.router.core.policy.loads import Chance, LeastLoaded, LoadOptions, PowerOfTwo
+from kvrelay.router.core.policy.prefix_aware import PrefixAware, PrefixOptions
 from kvrelay.router.core.policy.round_robin import RoundRobin
 
 if TYPE_CHECKING:
@@ -32,6 +36,12 @@ class Kind(Struct, frozen=True):
 
 POLICIES: dict[str, Kind] = {
     RoundRobin.name: Kind(lambda _options, _role: RoundRobin()),
+    Chance.name: Kind(lambda _options, _role: Chance()),
+    LeastLoaded.name: Kind(LeastLoaded, LoadOptions),
+    PowerOfTwo.name: Kind(PowerOfTwo, LoadOptions),
+    ConsistentHash.name: Kind(lambda options, _role: ConsistentHash(options), HashOptions),
+    PrefixAware.name: Kind(PrefixAware, PrefixOptions),
+    Latency.name: Kind(Latency, LatencyOptions),
 }
 DEFAULT = RoundRobin.name
 
