@@ -49,9 +49,13 @@ class PrefixAware(Policy):
     def choose(self, request: RequestView, engines: Sequence[EngineView], now: float, rng: Rng) -> Choice:  # noqa: ARG002
         """And remembers that this engine will have it."""
         prefix = request.prefix
-        chosen, why = self._best(prefix, engines), "prefix"
-        if chosen is None or self._out_of_balance(engines):
-            chosen, why = self._emptiest(engines, rng), "new" if chosen is None else "balance"
+        best = self._best(prefix, engines)
+        if best is None:
+            chosen, why = self._emptiest(engines, rng), "new"
+        elif self._out_of_balance(engines):
+            chosen, why = self._emptiest(engines, rng), "balance"
+        else:
+            chosen, why = best, "prefix"
         if prefix:
             self._tracker.add(prefix, chosen.name)
         return Choice(chosen.name, why)

@@ -42,7 +42,8 @@ def chain(seed: bytes, parts: Iterable[bytes | memoryview]) -> tuple[int, ...]:
 def bytes_up_to(count: int) -> int:
     """How many bytes the first ``count`` pieces have."""
     doublings, rest = divmod(count, DOUBLE_EVERY)
-    return PIECE_BYTES * (DOUBLE_EVERY * (2**doublings - 1) + rest * 2**doublings)
+    longest = 1 << doublings
+    return PIECE_BYTES * (DOUBLE_EVERY * (longest - 1) + rest * longest)
 
 
 class PrefixTracker:
