@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrelay.launch.core.engine import replicas_of
 from kvrelay.profiles.base import EngineSetup, Profile, Requirement, params_of, reader_bypass, with_options
+from kvrelay.router.core.legs import Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,3 +105,7 @@ class NixlPush(Nixl):
     name = "nixl-push"
     connector = "NixlPushConnector"
     names_requests = True
+
+    def bypass(self, body: ClientBody) -> str:
+        """As `Nixl`; and a response's engine request is named by its body, which the two engines do not share."""
+        return "request_id" if body.endpoint is Endpoint.RESPONSES else reader_bypass(body)

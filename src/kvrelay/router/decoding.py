@@ -11,15 +11,19 @@ from kvrelay.profiles.base import DecodeLeg
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.health import Suspicion, is_busy, is_engine_fault, status_reason
+from kvrelay.router.core.legs import Endpoint
 from kvrelay.router.core.lifecycle import Event
+from kvrelay.router.core.preamble import Preamble
 from kvrelay.router.core.recovery import LOST_CODE, Action
+from kvrelay.router.core.stored import name_response
 from kvrelay.router.errors import EngineError, EngineSilentError, EngineUnreachableError
 from kvrelay.router.passthrough import Repelled
 from kvrelay.router.proving import proof_comment, proof_header
-from kvrelay.router.relay import Relay
+from kvrelay.router.relay import Relay, is_events
 from kvrelay.types import Lost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from kvrelay.router.core.fleet import Engine
@@ -51,7 +55,7 @@ class Decoding:
         """The outcome; or what to do first, the decode side having lost the KV."""
         handover = self._handover
         router = handover.router
-        tried: list[Engine] = []
+        tried: list[Engine] = [*handover.strangers[Role.DECODE]]
         suspicion = Suspicion()
         last: Repelled | Refusal = Refusal(503, "unreachable", "No decode engine is there to answer")
         while (engine := router.engines.pick(Role.DECODE, tried)) is not None:
@@ -130,7 +134,8 @@ class Decoding:
             overlapped=self._prefilling.is_under_way,
         )
         params = handover.router.profile.decode_params(leg, handover.carried)
-        return handover.outgoing.to(engine, handover.body.decode(params))
+        body = handover.body.decode(params, name_response(record.life.name, engine))
+        return handover.outgoing.to(engine, body)
 
     async def _pass_on(self, engine: Engine, call: Call, silence_s: float) -> str | Repelled | Refusal:
         """What the engine answers, to the client.
@@ -146,17 +151,24 @@ class Decoding:
             return said
         own = handover.own_headers()
         if call.status == 200 and handover.listens:
-            await call.begun(silence_s)
+            await call.begun(silence_s, self._begins(call))
             own += await proof_header(handover, call)
             refused = handover.recovery.unproven(handover.record, handover.body.num_engine_requests)
             if refused is not None:
                 handover.detour("unproven", engine)
                 return refused
         trailer = partial(proof_comment, handover) if handover.wishes.proof else None
-        self._relay = Relay(call, handover.reply, own, partial(self._on_first_byte, call), trailer)
+        on_first_byte = partial(self._on_first_byte, call)
+        self._relay = Relay(call, handover.reply, own, on_first_byte, trailer, self._begins(call))
         await self._relay.run(silence_s=silence_s)
         handover.step(Event.LAST_BYTE)
         return "ok" if call.status < 400 else "client_error"
+
+    def _begins(self, call: Call) -> Callable[[bytes], bool]:
+        """What tells of each piece of an answer whether it has begun by now."""
+        if self._handover.body.endpoint is Endpoint.RESPONSES and is_events(call.headers):
+            return Preamble().feed
+        return bool
 
     def _on_first_byte(self, call: Call) -> None:
         handover = self._handover

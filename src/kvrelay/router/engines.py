@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvrelay.router.core.policy.base import Policy, RequestView
     from kvrelay.router.http.call import Call
+    from kvrelay.router.http.messages import Headers
     from kvrelay.router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -138,14 +139,22 @@ class Engines:
         Raises:
             EngineError: it did not answer in time.
         """
+        return (await self.get(engine, path, [], timeout_s=timeout_s))[0]
+
+    async def get(self, engine: Engine, path: str, headers: Headers, *, timeout_s: float) -> tuple[int, bytes]:
+        """GET ``path`` and return the status and the body. Counts neither for nor against the engine.
+
+        Raises:
+            EngineError: it did not answer in time.
+        """
         address = engine.address
-        message = f"GET {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n\r\n".encode()
-        call = await self._clients[engine].open(message, timeout_s=timeout_s)
+        line = f"GET {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
+        call = await self._clients[engine].open(line + render(headers) + b"\r\n", timeout_s=timeout_s)
         try:
-            await call.read(limit_bytes=MAX_PROBE_BYTES, timeout_s=timeout_s)
+            body = await call.read(limit_bytes=MAX_PROBE_BYTES, timeout_s=timeout_s)
         finally:
             call.close()
-        return call.status
+        return call.status, body
 
     def close(self) -> None:
         """Close all connections."""

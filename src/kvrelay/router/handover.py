@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from kvrelay.router.core.answers import Refusal
+from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.lifecycle import Event, State
+from kvrelay.router.core.models import NO_STRANGERS
 from kvrelay.router.core.records import Detour
 from kvrelay.router.core.recovery import Action, Recovery
 from kvrelay.router.decoding import Decoding
 from kvrelay.router.engines import Outgoing
 from kvrelay.router.prefilling import Prefilling
+from kvrelay.router.stored import find_holder
 from kvrelay.types import Dispatch, OnLostKv
 
 if TYPE_CHECKING:
-    from kvrelay.router.core.answers import Refusal
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.legs import ClientBody
     from kvrelay.router.core.records import Record
@@ -31,13 +34,17 @@ if TYPE_CHECKING:
 class Handover:
     """One request."""
 
-    __slots__ = ("body", "carried", "outgoing", "record", "recovery", "reply", "router", "ticket", "wishes")
+    __slots__ = (
+        "body", "carried", "outgoing", "record", "recovery", "reply", "request", "router", "strangers", "ticket",
+        "wishes",
+    )  # fmt: skip
 
     def __init__(
         self, router: Disaggregator, request: Request, reply: Reply, body: ClientBody, record: Record, wishes: Wishes
     ) -> None:
         """``record``: of this request, in the router's book."""
         self.router = router
+        self.request = request
         self.reply = reply
         self.body = body
         self.record = record
@@ -47,6 +54,8 @@ class Handover:
         self.carried: bytes | None = None
         """What the prefill leg gave for the decode leg, as the connector's profile has it."""
         self.ticket: Ticket | None = None
+        self.strangers = NO_STRANGERS
+        """By role, the engines that are not asked, whatever becomes of the others."""
 
     async def run(self) -> str:
         """Answer. The outcome, for the metrics."""
@@ -70,7 +79,10 @@ class Handover:
     # --- the way it goes ---
 
     async def _go(self) -> str:
-        bypass = self.router.profile.bypass(self.body)
+        if (nowhere := await self._look_around()) is not None:
+            self.step(Event.FAILED)
+            return self.refuse(nowhere)
+        bypass = self._bypass
         if (refused := self._refused(bypass)) is not None:
             self.step(Event.FAILED)
             return self.refuse(refused)
@@ -93,6 +105,28 @@ class Handover:
                 self.carried, self.record.prefill = None, ""
                 await prefilling.run()
         return answered
+
+    async def _look_around(self) -> Refusal | None:
+        """Find out who cannot be asked: who does not serve the model, or does not hold what is continued."""
+        engines = self.router.engines
+        self.strangers = await self.router.catalogue.strangers(self.body.model, self.request)
+        if not (previous := self.body.previous_response):
+            return None
+        holder = await find_holder(engines, previous, self.request)
+        if isinstance(holder, Refusal):
+            return holder
+        if holder is not None:
+            others = tuple(engine for engine in engines.decodes if engine is not holder)
+            self.strangers = {**self.strangers, Role.DECODE: others}
+        return None
+
+    @property
+    def _bypass(self) -> str:
+        """Why a decode engine is to have the request alone; empty if it is to be disaggregated."""
+        if (alone := self.body.alone) or (alone := self.router.profile.bypass(self.body)):
+            return alone
+        prefills = self.router.engines.prefills
+        return "other_model" if prefills and len(self.strangers[Role.PREFILL]) == len(prefills) else ""
 
     @property
     def _overlaps(self) -> bool:

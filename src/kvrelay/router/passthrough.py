@@ -10,18 +10,24 @@ from kvrelay.errors import BadRequestError
 from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.health import Suspicion, is_busy, is_engine_fault
-from kvrelay.router.core.legs import encode_fields, parse_fields, scrub
+from kvrelay.router.core.legs import encode_fields, parse_fields, scrub, text_of
+from kvrelay.router.core.models import model_of_form
+from kvrelay.router.core.paths import stored_name
 from kvrelay.router.engines import Outgoing
 from kvrelay.router.errors import EngineError, EngineSilentError
 from kvrelay.router.http.messages import Headers, end_to_end
 from kvrelay.router.relay import Relay
+from kvrelay.router.stored import find_holder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Request
     from kvrelay.router.http.reply import Reply
+    from kvrelay.router.models import Catalogue
 
 MAX_ERROR_BYTES = 4 << 20
 """Of an engine's 5xx or 429 answer, which is held while another engine is tried."""
@@ -57,9 +63,10 @@ class Repelled(Struct, frozen=True):
 class Passthrough:
     """Sends a request to one engine after the other until one answers, and passes that answer on."""
 
-    def __init__(self, engines: Engines, *, silence_s: float) -> None:
+    def __init__(self, engines: Engines, catalogue: Catalogue, *, silence_s: float) -> None:
         """``silence_s``: how long an engine may say nothing."""
         self._engines = engines
+        self._catalogue = catalogue
         self._silence_s = silence_s
 
     async def any_engine(self, request: Request, reply: Reply, request_id: bytes) -> str:
@@ -76,19 +83,40 @@ class Passthrough:
                 last = answered
         return _give_up(last, reply)
 
-    async def decode_engine(self, request: Request, reply: Reply, request_id: bytes) -> str:
-        """Let one decode engine answer. The outcome, for the metrics."""
+    async def models(self, request: Request, reply: Reply, request_id: bytes) -> str:
+        """The models of all engines; what one of them says where none tells its models."""
+        listed = await self._catalogue.listed(request)
+        if listed is None:
+            return await self.any_engine(request, reply, request_id)
+        reply.answer(200, listed)
+        return "ok"
+
+    async def stored(self, request: Request, reply: Reply, request_id: bytes) -> str:
+        """Let the decode engine that holds a stored response answer; any, if none does."""
+        holder = await find_holder(self._engines, stored_name(request.path), request)
+        if isinstance(holder, Refusal):
+            return _give_up(holder, reply)
+        passed_over = [] if holder is None else [engine for engine in self._engines.decodes if engine is not holder]
+        return await self.decode_engine(request, reply, request_id, passed_over)
+
+    async def decode_engine(
+        self, request: Request, reply: Reply, request_id: bytes, passed_over: Sequence[Engine] = ()
+    ) -> str:
+        """Let one decode engine that is none of ``passed_over`` answer. The outcome, for the metrics."""
         body = request.body
+        model = "" if request.is_json else model_of_form(body)
         if request.is_json and body:
             try:
                 fields = parse_fields(body)
             except BadRequestError as error:
                 reply.refuse(refusal(error))
                 return "client_error"
+            model = text_of(fields, "model")
             if scrub(fields):
                 body = encode_fields(fields)
         outgoing = Outgoing(request, request_id)
-        tried: list[Engine] = []
+        strangers = await self._catalogue.strangers(model, request)
+        tried: list[Engine] = [*passed_over, *strangers[Role.DECODE]]
         suspicion = Suspicion()
         last: Repelled | Refusal = _NOBODY
         while (engine := self._engines.pick(Role.DECODE, tried)) is not None:

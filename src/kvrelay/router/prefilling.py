@@ -56,7 +56,7 @@ class Prefilling:
         """Prefill legs until one is over; whatever comes of it, the decode side is asked next."""
         handover = self._handover
         router, record = handover.router, handover.record
-        tried: list[Engine] = []
+        tried: list[Engine] = [*handover.strangers[Role.PREFILL]]
         suspicion = Suspicion()
         deadline = record.life.timestamps["issued"] + router.timeouts.handover_s
         while (left_s := min(router.timeouts.prefill_s, deadline - router.now())) > 0:

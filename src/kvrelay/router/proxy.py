@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvrelay.router.http.messages import Request
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.metrics import RouterMetrics
+    from kvrelay.router.models import Catalogue
     from kvrelay.router.tickets import TicketDesk
 
 
@@ -57,6 +58,7 @@ class Disaggregator:
     def __init__(
         self,
         engines: Engines,
+        catalogue: Catalogue,
         profile: Profile,
         desk: TicketDesk | None,
         book: RecordBook,
@@ -71,6 +73,7 @@ class Disaggregator:
         self.dispatch = dispatch
         self.lost_kv = lost_kv
         self.engines = engines
+        self.catalogue = catalogue
         self.profile = profile
         self.desk = desk
         self.book = book

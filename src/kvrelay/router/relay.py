@@ -22,7 +22,7 @@ EVENT_STREAM = b"text/event-stream"
 class Relay:
     """Joins a call to a reply."""
 
-    __slots__ = ("_call", "_cutter", "_framed", "_on_first_byte", "_reply", "_trailer")
+    __slots__ = ("_begins", "_call", "_cutter", "_framed", "_on_first_byte", "_reply", "_trailer")
 
     def __init__(
         self,
@@ -31,12 +31,15 @@ class Relay:
         own: Headers,
         on_first_byte: Callable[[], None] | None = None,
         trailer: Callable[[], Awaitable[bytes]] | None = None,
+        begins: Callable[[bytes], bool] = bool,
     ) -> None:
         """``own``: the router's headers, which replace the engine's of the same names.
 
-        ``on_first_byte``: called when the body begins. ``trailer``: what comes after a stream's last event.
+        ``on_first_byte``: called when the body begins, which ``begins`` tells of each piece. ``trailer``: what comes
+        after a stream's last event.
         """
         self._trailer = trailer
+        self._begins = begins
         self._call = call
         self._reply = reply
         self._on_first_byte = on_first_byte
@@ -68,11 +71,11 @@ class Relay:
         if self._cutter is None:
             self._reply.abort()
             return
-        self._reply.write(refusal(error).event)
+        self._reply.write(refusal(error).event_for(self._reply.dialect))
         self._reply.finish()
 
     def _pass(self, data: bytes) -> None:
-        if self._on_first_byte is not None:
+        if self._on_first_byte is not None and self._begins(data):
             self._on_first_byte()
             self._on_first_byte = None
         self._reply.write(data if self._cutter is None else self._cutter.feed(data))

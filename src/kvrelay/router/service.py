@@ -21,6 +21,7 @@ from kvrelay.router.engines import Engines
 from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
 from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.models import Catalogue
 from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
 from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
@@ -69,8 +70,10 @@ class RouterService:
         timeouts = Timeouts(
             prefill_s=config.prefill_timeout_s, handover_s=config.handover_timeout_s, decode_s=config.decode_timeout_s
         )
+        self._catalogue = Catalogue(engines)
         self._disaggregator = Disaggregator(
             engines,
+            self._catalogue,
             PROFILES[config.connector],
             self._desk,
             book,
@@ -80,7 +83,7 @@ class RouterService:
             lambda: time.monotonic() + offset,
             dispatch=config.dispatch,
         )
-        self._passthrough = Passthrough(engines, silence_s=config.decode_timeout_s)
+        self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
         self._own = OwnPages(engines, self._desk, book, metrics, census)
         self._connections = Registry()
         self._server: asyncio.Server | None = None
@@ -131,6 +134,7 @@ class RouterService:
         if self._desk is not None:
             await self._desk.close()
         self._own.close()
+        self._catalogue.close()
         self.engines.close()
         return cut
 
@@ -152,10 +156,11 @@ class RouterService:
                 return await self._disaggregator.handle(request, reply, f"ho-{uuid.uuid4().hex}")
             case Route.ANY:
                 return await self._passthrough.any_engine(request, reply, uuid.uuid4().hex.encode())
-            case Route.PASS | Route.STORED:
-                if known is Route.STORED and len(self.engines.decodes) > 1:
-                    reply.refuse(Refusal(501, "stored_responses", _STORED.format(len(self.engines.decodes))))
-                    return "client_error"
+            case Route.MODELS:
+                return await self._passthrough.models(request, reply, uuid.uuid4().hex.encode())
+            case Route.STORED:
+                return await self._passthrough.stored(request, reply, uuid.uuid4().hex.encode())
+            case Route.PASS:
                 return await self._passthrough.decode_engine(request, reply, uuid.uuid4().hex.encode())
             case Route.HEALTH:
                 await self._own.health(reply)
@@ -172,9 +177,6 @@ class RouterService:
         return "ok"
 
 
-_STORED = (
-    "A stored response is known to one engine only, and this router has {} decode engines: send the whole input instead"
-)
 _UNKNOWN = "{} is not served here: administration and other paths of an engine are reached on the engine itself"
 
 

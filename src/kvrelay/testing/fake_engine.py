@@ -25,11 +25,12 @@ import httptools
 import msgspec
 
 from kvrelay.testing import fake_answers
+from kvrelay.testing.fake_dialects import MESSAGES, RESPONSES, Dialects
 
 if TYPE_CHECKING:
     from typing import Any
 
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 WAIT_S = 10.0
 
 
@@ -229,6 +230,9 @@ class FakeEngine:
         """Connections so far."""
         self.carried: object = None
         """The ``kv_transfer_params`` of answers to prefill legs."""
+        self.models = [fake_answers.MODEL]
+        """What it says it serves."""
+        self.dialects = Dialects()
         self.tokens: int | None = None
         """Tokens of every answer, instead of what was asked."""
         self.spread = False
@@ -293,17 +297,19 @@ class FakeEngine:
         else:
             body = request.json
             if self.tokens is not None and not (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
-                body["max_tokens"] = body["max_completion_tokens"] = self.tokens
+                body["max_tokens"] = body["max_completion_tokens"] = body["max_output_tokens"] = self.tokens
             await self._generate(exchange, path, body)
 
     def _answer_get(self, exchange: Exchange, path: str) -> None:
         if path == "/health":
             exchange.answer(200, b"")
         elif path == "/v1/models":
-            models = [{"id": fake_answers.MODEL, "object": "model", "created": 1, "owned_by": "vllm"}]
+            models = [{"id": name, "object": "model", "created": 1, "owned_by": "vllm"} for name in self.models]
             exchange.answer(200, msgspec.json.encode({"object": "list", "data": models}))
         elif path == "/version":
             exchange.answer(200, b'{"version":"0.32.0"}')
+        elif (stored := self.dialects.stored.get(path.removeprefix(f"{RESPONSES}/"))) is not None:
+            exchange.answer(200, stored)
         else:
             exchange.answer(404, b'{"detail":"Not Found"}')
 
@@ -312,10 +318,17 @@ class FakeEngine:
         request_id = f"{kind}-{exchange.request.headers.get('x-request-id', 'none')}"
         if not body.get("stream"):
             remote = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
-            exchange.answer(200, fake_answers.whole(path, body, request_id, self.carried if remote else None))
+            answer = (self.dialects if path in {RESPONSES, MESSAGES} else fake_answers).whole(
+                path, body, request_id, self.carried if remote else None
+            )
+            if answer is None:
+                exchange.answer(404, fake_answers.error(404, "no such response"))
+            else:
+                exchange.answer(200, answer)
             return
         exchange.head(200, "text/event-stream; charset=utf-8")
-        for event in fake_answers.events(path, body, request_id):
+        speaker = self.dialects if path in {RESPONSES, MESSAGES} else fake_answers
+        for event in speaker.events(path, body, request_id):
             exchange.chunk(event)
             if self.spread:
                 await asyncio.sleep(0)

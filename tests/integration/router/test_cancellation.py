@@ -115,7 +115,7 @@ async def test_a_request_passed_through_is_let_go_too(trio: Trio) -> None:
     _, decode, _, port = trio
     decode.script(hang())
     async with await RawClient.open(port) as client:
-        client.post("/v1/responses", {"input": "a"})
+        client.post("/v1/embeddings", {"input": "a"})
         await decode.asked(1)
         client.abort()
         await decode.left_by(1)

@@ -14,7 +14,9 @@ from kvrelay.testing.raw_http import RawClient, get, post
 Pair = tuple[FakeEngine, FakeEngine, int]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/rerank"])
+@pytest.mark.parametrize(
+    "path", ["/v1/messages/count_tokens", "/v1/responses/render", "/v1/embeddings", "/tokenize", "/rerank"]
+)
 async def test_a_body_is_passed_on_byte_for_byte_with_its_query(pair: Pair, path: str) -> None:
     prefill, decode, port = pair
     body = b'{"input" : [1.50,  2]}'
@@ -40,7 +42,7 @@ async def test_a_body_that_is_not_json_is_passed_on_untouched(pair: Pair) -> Non
 async def test_a_stream_is_passed_on_as_it_comes(pair: Pair) -> None:
     _, decode, port = pair
     decode.script(stream([b"event: a\ndata: 1\n\n", b"data: 2\n\n"]))
-    answer = await post(port, "/v1/responses", {"input": "a", "stream": True})
+    answer = await post(port, "/v1/audio/translations", {"input": "a", "stream": True})
     assert answer.body == b"event: a\ndata: 1\n\ndata: 2\n\n"
 
 
@@ -98,16 +100,6 @@ async def test_models_are_answered_by_any_engine_that_lives(engine: Any, router:
         service = await router([await engine()], [f"http://127.0.0.1:{taken.getsockname()[1]}"])
         models = (await get(service.port, "/v1/models")).json
         assert [model["id"] for model in models["data"]] == ["fake-model"]
-
-
-async def test_stored_responses_are_served_only_by_the_one_engine_there_is(
-    engine: Any, router: Any, pair: Pair
-) -> None:
-    one = pair[2]
-    assert (await post(one, "/v1/responses/resp_1/cancel", {})).status == 200
-    two = (await router([await engine()], [await engine(), await engine()])).port
-    answer = await post(two, "/v1/responses/resp_1/cancel", {})
-    assert (answer.status, answer.json["error"]["code"]) == (501, "stored_responses")
 
 
 async def test_a_preflight_request_is_passed_on(pair: Pair) -> None:

@@ -24,7 +24,7 @@ from kvrelay.pool.admin.bridge import Bridge
 from kvrelay.pool.core.pool import PoolCore
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core import paths
-from kvrelay.router.core.legs import OUTPUT_ONLY
+from kvrelay.router.core.legs import OUTPUT_ONLY, OUTPUT_ONLY_OF, Endpoint
 from kvrelay.router.core.lifecycle import TIMESTAMPS
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.metrics import RouterMetrics
@@ -172,18 +172,26 @@ def test_what_the_router_does_with_a_request(tables: Tables) -> None:
     for row in rows:
         method, path = plain(row[0]).replace("{id}", "x1").split()
         kind, is_own = route(method, path), row[1].startswith("the router: ")
-        stored = row[1].startswith("a stored response")
-        expected = Route.STORED if stored else ROUTES.get(row[1])
-        assert kind is expected or (is_own and kind in {Route.HEALTH, Route.METRICS, Route.HANDOVER}), row
+        stored = row[1].startswith("[a stored response]")
+        expected = Route.STORED if stored else ROUTES.get(row[1].partition(", [with")[0])
+        own = {Route.HEALTH, Route.METRICS, Route.HANDOVER, Route.MODELS}
+        assert kind is expected or (is_own and kind in own), row
     told = {plain(row[0]) for row in rows}
     assert {f"POST {path}" for path in paths._POST | paths._DISAGGREGATED} <= told
-    assert {f"GET {path}" for path in {*paths._GET, *paths._OWN}} <= told
+    assert {f"GET {path}" for path in {*paths._GET, *paths._OWN, paths._MODELS}} <= told
 
 
 def test_what_the_prefill_leg_leaves_out(prose: dict[str, str]) -> None:
     (listed,) = re.findall(r"^Left out: (.+?)\.$", prose["docs/router.md"], re.MULTILINE | re.DOTALL)
     replaced = {"max_tokens", "max_completion_tokens", "stream"}
     assert set(re.findall(r"`(\w+)`", listed)) == OUTPUT_ONLY - replaced
+    (more,) = re.findall(r"^Left out of (responses, too: .+?)\n\n", prose["docs/router.md"], re.MULTILINE | re.DOTALL)
+    of = {
+        name.lower(): set(re.findall(r"`(\w+)`", fields))
+        for name, fields in re.findall(r"(\w+)(?:, too)?:\s([^.]+)", more)
+    }
+    assert of == {"responses": OUTPUT_ONLY_OF[Endpoint.RESPONSES], "messages": OUTPUT_ONLY_OF[Endpoint.MESSAGES],
+                  "completions": OUTPUT_ONLY_OF[Endpoint.COMPLETIONS]}  # fmt: skip
 
 
 def test_metrics_of_the_router(pages: dict[str, str], tables: Tables) -> None:

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import BadRequestError
-from kvrelay.router.core.legs import OUTPUT_ONLY, ClientBody, Endpoint, encode_fields, parse_fields, scrub
+from kvrelay.router.core.legs import (
+    OUTPUT_ONLY,
+    OUTPUT_ONLY_OF,
+    ClientBody,
+    Endpoint,
+    encode_fields,
+    parse_fields,
+    scrub,
+)
 
 PARAMS = b'{"do_remote_decode":true}'
 
@@ -20,7 +28,13 @@ values = st.recursive(
     max_leaves=8,
 )  # fmt: skip
 names = (
-    st.sampled_from(sorted(OUTPUT_ONLY | {"prompt", "messages", "model", "tools", "kv_transfer_params"})) | st.text()
+    st.sampled_from(
+        sorted(
+            OUTPUT_ONLY.union(*OUTPUT_ONLY_OF.values())
+            | {"prompt", "messages", "input", "model", "tools", "thinking", "kv_transfer_params"}
+        )
+    )
+    | st.text()
 )
 bodies = st.dictionaries(names, values, max_size=12)
 endpoints = st.sampled_from(list(Endpoint))
@@ -44,11 +58,13 @@ def test_the_prefill_leg_asks_for_one_token_of_one_continuation_unstreamed(
     endpoint: Endpoint, sent: dict[str, Any]
 ) -> None:
     leg = json.loads(ClientBody(endpoint, parse_fields(json.dumps(sent).encode())).prefill(PARAMS))
-    assert leg["max_tokens"] == 1
+    limit = "max_output_tokens" if endpoint is Endpoint.RESPONSES else "max_tokens"
+    assert leg[limit] == 1
     assert leg.get("max_completion_tokens", 1) == 1
     assert leg["stream"] is False
-    allowed = {"max_tokens", "max_completion_tokens", "stream"}
-    assert not (OUTPUT_ONLY - allowed) & leg.keys()
+    assert endpoint is not Endpoint.RESPONSES or leg["store"] is False
+    allowed = {limit, "max_completion_tokens", "stream", "store"}
+    assert not ((OUTPUT_ONLY | OUTPUT_ONLY_OF[endpoint]) - allowed) & leg.keys()
 
 
 @given(endpoints, bodies)
@@ -56,10 +72,9 @@ def test_the_prefill_leg_keeps_everything_that_is_not_known_to_concern_output(
     endpoint: Endpoint, sent: dict[str, Any]
 ) -> None:
     leg = json.loads(ClientBody(endpoint, parse_fields(json.dumps(sent).encode())).prefill(PARAMS))
-    kept = {name: value for name, value in sent.items() if name not in OUTPUT_ONLY}
+    left_out = OUTPUT_ONLY | OUTPUT_ONLY_OF[endpoint]
+    kept = {name: value for name, value in sent.items() if name not in left_out}
     kept["kv_transfer_params"] = {"do_remote_decode": True}
-    if endpoint is Endpoint.COMPLETIONS:
-        kept.pop("response_format", None)
     assert {name: leg[name] for name in kept} == kept
 
 
@@ -82,6 +97,77 @@ def test_what_changes_the_prompt_stays_on_the_prefill_leg() -> None:
     assert {name: leg.get(name) for name in prompt_fields} == prompt_fields
     assert "stop" not in leg
     assert "logprobs" not in leg
+
+
+def test_a_response_is_prefilled_without_being_stored_or_named() -> None:
+    sent = {
+        "input": "hi", "instructions": "be brief", "max_output_tokens": 90, "store": True, "stream": True,
+        "include": ["message.output_text.logprobs"], "top_logprobs": 2, "request_id": "resp_mine", "seed": 3,
+        "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"}, "truncation": "auto",
+    }  # fmt: skip
+    leg = json.loads(client_body(Endpoint.RESPONSES, **sent).prefill(PARAMS))
+    kept = {name: sent[name] for name in ("input", "instructions", "text", "reasoning", "truncation")}
+    params = {"kv_transfer_params": {"do_remote_decode": True}}
+    assert leg == {**kept, "max_output_tokens": 1, "store": False, "stream": False, **params}
+
+
+def test_a_response_is_named_on_the_decode_leg_unless_the_client_has_done_so() -> None:
+    body = client_body(Endpoint.RESPONSES, input="hi")
+    assert json.loads(body.decode(None, "resp_1")) == {"input": "hi", "request_id": "resp_1"}
+    own = client_body(Endpoint.RESPONSES, input="hi", request_id="mine")
+    assert json.loads(own.decode(PARAMS, "resp_1"))["request_id"] == "mine"
+    assert b"request_id" not in client_body(Endpoint.CHAT, messages=[]).decode(None, "resp_1")
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"),
+    [
+        ({"type": "enabled", "budget_tokens": 2000}, {"type": "adaptive"}),
+        ({"type": "disabled"}, {"type": "disabled"}),
+        ({"type": "adaptive"}, {"type": "adaptive"}),
+        ("odd", "odd"),
+    ],
+)
+def test_a_thinking_budget_does_not_get_the_prefill_leg_refused(thinking: Any, expected: Any) -> None:
+    """vLLM wants the budget below ``max_tokens``, which is 1 there; it changes nothing of the prompt."""
+    body = client_body(Endpoint.MESSAGES, messages=[], max_tokens=4000, thinking=thinking, stop_sequences=["x"])
+    leg = json.loads(body.prefill(None))
+    assert leg == {"messages": [], "max_tokens": 1, "thinking": expected, "stream": False}
+    assert json.loads(body.decode(None))["thinking"] == thinking
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "expected"),
+    [
+        (Endpoint.RESPONSES, {"input": "a"}, ""),
+        (Endpoint.RESPONSES, {"previous_response_id": "resp_1"}, "previous_response"),
+        (Endpoint.RESPONSES, {"previous_response_id": None}, ""),
+        (Endpoint.RESPONSES, {"background": True}, "background"),
+        (Endpoint.RESPONSES, {"background": False}, ""),
+        (Endpoint.RESPONSES, {"tools": [{"type": "function"}, {"type": "custom"}]}, ""),
+        (Endpoint.RESPONSES, {"tools": [{"type": "function"}, {"type": "code_interpreter"}]}, "builtin_tools"),
+        (Endpoint.RESPONSES, {"tools": [{"type": "mcp"}]}, "builtin_tools"),
+        (Endpoint.RESPONSES, {"tools": "odd"}, ""),
+        (Endpoint.CHAT, {"background": True, "tools": [{"type": "mcp"}]}, ""),
+    ],
+)
+def test_what_only_a_decode_engine_can_have(endpoint: Endpoint, fields: dict[str, Any], expected: str) -> None:
+    assert client_body(endpoint, **fields).alone == expected
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.RESPONSES, Endpoint.MESSAGES])
+def test_responses_and_messages_are_one_engine_request_whatever_is_in_them(endpoint: Endpoint) -> None:
+    body = client_body(endpoint, n=5, prompt=["a", "b"], use_beam_search=True, prompt_logprobs=1, echo=True)
+    assert body.num_engine_requests == 1
+    assert not body.is_beam_search
+    assert not body.reads_no_kv
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({"model": "é"}, "é"), ({"model": 3}, ""), ({"model": None}, ""), ({}, "")]
+)
+def test_the_model_asked_for(fields: dict[str, Any], expected: str) -> None:
+    assert client_body(**fields).model == expected
 
 
 def test_max_completion_tokens_is_bounded_only_where_the_client_gave_it() -> None:

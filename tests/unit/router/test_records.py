@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from kvrelay.router.core.answers import Refusal
+from kvrelay.router.core.answers import Dialect, Refusal
 from kvrelay.router.core.lifecycle import Event, Lifecycle
 from kvrelay.router.core.records import MAX_PROOFS, Detour, Record, RecordBook
 from kvrelay.types import Proof
@@ -49,4 +49,4 @@ def test_of_a_large_batch_the_first_proofs_are_kept_and_all_are_counted() -> Non
 def test_a_refusal_has_the_form_openai_clients_know() -> None:
     error = json.loads(Refusal(503, "unreachable", "no engine").body)["error"]
     assert error == {"message": "no engine", "type": "server_error", "param": None, "code": "unreachable"}
-    assert Refusal(404, "x", "y").event.startswith(b'data: {"error":')
+    assert Refusal(404, "x", "y").event_for(Dialect.OPENAI).startswith(b'data: {"error":')

@@ -1,7 +1,8 @@
-"""The router's own answers, in the form OpenAI clients know."""
+"""The router's own answers, in the form the clients of an endpoint know."""
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,25 @@ if TYPE_CHECKING:
 JSON = b"application/json"
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ANTHROPIC_TYPES = {
+    **_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+class Dialect(Enum):
+    """How an endpoint's clients are told of errors."""
+
+    OPENAI = auto()
+    RESPONSES = auto()
+    """As OpenAI, but for events, which have types."""
+    ANTHROPIC = auto()
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect of an endpoint, and of those below it."""
+    if path.startswith("/v1/messages"):
+        return Dialect.ANTHROPIC
+    return Dialect.RESPONSES if path.startswith("/v1/responses") else Dialect.OPENAI
 
 
 class Refusal(Struct, frozen=True):
@@ -25,14 +45,31 @@ class Refusal(Struct, frozen=True):
     @property
     def body(self) -> bytes:
         """``{"error": {"message", "type", "param", "code"}}``."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return self.body_for(Dialect.OPENAI)
+
+    def body_for(self, dialect: Dialect) -> bytes:
+        """The body of an answer."""
+        if dialect is not Dialect.ANTHROPIC:
+            return msgspec.json.encode({"error": self._error})
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, usual)
+        error = {"type": kind, "message": self.message, "code": self.code}
+        return msgspec.json.encode({"type": "error", "error": error})
+
+    def event_for(self, dialect: Dialect) -> bytes:
+        """The same as a server-sent event, for a stream that has begun."""
+        if dialect is Dialect.OPENAI:
+            return b"data: %b\n\n" % self.body
+        body = self.body_for(dialect)
+        if dialect is Dialect.RESPONSES:  # the event's own fields, and the member that makes official clients raise
+            said = {"type": "error", "code": self.code, "message": self.message, "param": None, "error": self._error}
+            body = msgspec.json.encode(said)
+        return b"event: error\ndata: %b\n\n" % body
 
     @property
-    def event(self) -> bytes:
-        """The same as a server-sent event, for a stream that has begun."""
-        return b"data: %b\n\n" % self.body
+    def _error(self) -> dict[str, str | None]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"message": self.message, "type": kind, "param": None, "code": self.code}
 
 
 def refusal(error: KvRelayError) -> Refusal:

@@ -5,7 +5,8 @@ what the client sent. The decode leg is the client's request; the prefill leg as
 
 The prefill leg drops what is *known* to concern output only and keeps everything else, so that a field this router has
 never heard of still changes the prompt on both sides alike. Notably kept: ``tools``, ``tool_choice``, a chat's
-``response_format`` (some models' chat templates print it), ``truncate_prompt_tokens``, ``cache_salt``, media options.
+``response_format`` (some models' chat templates print it), a response's ``text`` and a message's ``output_config`` for
+the same reason, ``truncate_prompt_tokens``, ``cache_salt``, media options.
 Notably dropped: ``stop`` (a finish by stop string makes vLLM withhold ``kv_transfer_params``) and everything that vLLM
 checks against ``max_tokens`` or that costs the prefill side work whose result nobody sees.
 """
@@ -28,11 +29,13 @@ Fields = dict[str, Raw]
 
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
+_decode_text = msgspec.json.Decoder(str).decode
 _decode_count = msgspec.json.Decoder(int | None, strict=False).decode
 _encode = msgspec.json.Encoder().encode
 _BATCH = re.compile(rb'\[\s*[\["]')
 """A list whose first item is itself a list or a string; a list of numbers is one tokenised prompt."""
 _ONE, _FALSE, _NULL, _TRUE = Raw(b"1"), Raw(b"false"), Raw(b"null"), Raw(b"true")
+_ADAPTIVE = Raw(b'{"type":"adaptive"}')
 
 
 class Endpoint(StrEnum):
@@ -40,6 +43,8 @@ class Endpoint(StrEnum):
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
 
 
 OUTPUT_ONLY = frozenset({
@@ -55,6 +60,18 @@ OUTPUT_ONLY = frozenset({
     "guided_decoding_backend", "guided_whitespace_pattern",
 })  # fmt: skip
 """Fields that cannot change the prompt's tokens or their KV."""
+OUTPUT_ONLY_OF: dict[Endpoint, frozenset[str]] = {
+    Endpoint.COMPLETIONS: frozenset({"response_format"}),
+    Endpoint.CHAT: frozenset(),
+    Endpoint.RESPONSES: frozenset({
+        "max_output_tokens", "include", "enable_response_messages", "store", "background", "request_id",
+    }),
+    Endpoint.MESSAGES: frozenset({"stop_sequences"}),
+}  # fmt: skip
+"""More of them, of one endpoint."""
+FUNCTIONS = frozenset({"function", "custom", "namespace"})
+"""Kinds of tools of a response that the client runs; after the others the engine makes another request of its own."""
+_LIMIT = {Endpoint.RESPONSES: "max_output_tokens"}
 
 
 def parse_fields(body: bytes) -> Fields:
@@ -93,15 +110,21 @@ def encode_fields(fields: Fields) -> bytes:
 
 
 class ClientBody:
-    """A client's request for completions, without hand-over parameters of its own."""
+    """A client's request for a generation, without hand-over parameters of its own."""
 
-    __slots__ = ("endpoint", "fields")
+    __slots__ = ("_dropped", "endpoint", "fields")
 
     def __init__(self, endpoint: Endpoint, fields: Fields) -> None:
         """``fields``: as from `parse_fields`; scrubbed here."""
         scrub(fields)
         self.endpoint = endpoint
         self.fields = fields
+        self._dropped = OUTPUT_ONLY_OF[endpoint]
+
+    @property
+    def model(self) -> str:
+        """Which model is asked; empty if none is named."""
+        return text_of(self.fields, "model")
 
     @property
     def num_engine_requests(self) -> int:
@@ -111,6 +134,8 @@ class ClientBody:
     @property
     def reads_no_kv(self) -> bool:
         """Whether vLLM computes the whole prompt on the decode side whatever is handed over: prompt logprobs."""
+        if self.endpoint not in _OPENAI:
+            return False
         if self._is_set("prompt_logprobs"):
             return True
         if self.fields.get("echo") != _TRUE:
@@ -120,36 +145,69 @@ class ClientBody:
     @property
     def is_beam_search(self) -> bool:
         """Whether vLLM will make engine requests of its own, which carry no hand-over parameters."""
-        return self.fields.get("use_beam_search") == _TRUE
+        return self.endpoint in _OPENAI and self.fields.get("use_beam_search") == _TRUE
+
+    @property
+    def previous_response(self) -> str:
+        """The stored response that this one continues: one engine knows its messages. Empty if there is none."""
+        return text_of(self.fields, "previous_response_id") if self.endpoint is Endpoint.RESPONSES else ""
+
+    @property
+    def alone(self) -> str:
+        """Why only a decode engine can have this request, whatever the connector; empty if there is no reason."""
+        if self.endpoint is not Endpoint.RESPONSES:
+            return ""
+        if self.previous_response:
+            return "previous_response"  # a prefill engine does not know its messages
+        if self.fields.get("background") == _TRUE:
+            return "background"  # answered before it is begun
+        return "builtin_tools" if self._has_builtin_tools else ""
 
     def prefill(self, params: bytes | None) -> bytes:
         """The prefill leg: the same prompt, one token, not streamed. ``params``: JSON of ``kv_transfer_params``."""
-        keep_format = self.endpoint is Endpoint.CHAT
+        dropped = self._dropped
         leg: dict[str, Raw] = {
-            name: value
-            for name, value in self.fields.items()
-            if name not in OUTPUT_ONLY and (keep_format or name != "response_format")
+            name: value for name, value in self.fields.items() if name not in OUTPUT_ONLY and name not in dropped
         }
-        leg["max_tokens"] = _ONE
-        if "max_completion_tokens" in self.fields:
-            leg["max_completion_tokens"] = _ONE
+        leg[_LIMIT.get(self.endpoint, "max_tokens")] = _ONE
         leg["stream"] = _FALSE
+        if self.endpoint in _OPENAI:
+            if "max_completion_tokens" in self.fields:
+                leg["max_completion_tokens"] = _ONE
+        elif self.endpoint is Endpoint.RESPONSES:
+            leg["store"] = _FALSE
+        elif _kind(leg.get("thinking")) == "enabled":
+            leg["thinking"] = _ADAPTIVE  # its budget must be below max_tokens
         if params is not None:
             leg[KV_PARAMS] = Raw(params)
         return _encode(leg)
 
-    def decode(self, params: bytes | None) -> bytes:
-        """The decode leg: what the client sent, plus ``kv_transfer_params`` if ``params`` (JSON) are given."""
-        if params is None:
-            return _encode(self.fields)
-        return _encode({**self.fields, KV_PARAMS: Raw(params)})
+    def decode(self, params: bytes | None, name: str = "") -> bytes:
+        """The decode leg: what the client sent, plus ``kv_transfer_params`` if ``params`` (JSON) are given.
+
+        ``name``: what a response is to be called, unless the client has named it already.
+        """
+        leg = self.fields if params is None else {**self.fields, KV_PARAMS: Raw(params)}
+        if name and self.endpoint is Endpoint.RESPONSES and "request_id" not in leg:
+            leg = {**leg, "request_id": Raw(_encode(name))}
+        return _encode(leg)
 
     def _is_set(self, name: str) -> bool:
         return self.fields.get(name, _NULL) != _NULL
 
     @property
+    def _has_builtin_tools(self) -> bool:
+        tools = self.fields.get("tools", _NULL)
+        if tools == _NULL:
+            return False
+        try:
+            return any(kind not in FUNCTIONS for kind in map(_kind, _decode_items(tools)) if kind)
+        except (msgspec.MsgspecError, RecursionError):
+            return False  # every engine refuses it
+
+    @property
     def _num_continuations(self) -> int:
-        value = self.fields.get("n")
+        value = self.fields.get("n") if self.endpoint in _OPENAI else None
         if value is None or value == _ONE:
             return 1
         try:
@@ -159,9 +217,33 @@ class ClientBody:
 
     @property
     def _num_prompts(self) -> int:
-        if self.endpoint is Endpoint.CHAT:
+        if self.endpoint is not Endpoint.COMPLETIONS:
             return 1
         return max(1, sum(_num_items(self.fields.get(name)) for name in ("prompt", "prompt_embeds")))
+
+
+_OPENAI = (Endpoint.COMPLETIONS, Endpoint.CHAT)
+
+
+def text_of(fields: Fields, name: str) -> str:
+    """A field that is a string; empty if it is missing or something else."""
+    value = fields.get(name)
+    if value is None:
+        return ""
+    try:
+        return _decode_text(value)
+    except msgspec.MsgspecError:
+        return ""
+
+
+def _kind(value: Raw | None) -> str:
+    """The ``type`` of an object; empty if it is none."""
+    if value is None:
+        return ""
+    try:
+        return text_of(_decode_fields(value), "type")
+    except (msgspec.MsgspecError, RecursionError):
+        return ""
 
 
 def _num_items(value: Raw | None) -> int:

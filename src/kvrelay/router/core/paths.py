@@ -21,7 +21,9 @@ class Route(Enum):
     ANY = auto()
     """Any engine that lives."""
     STORED = auto()
-    """State one engine holds: passed on only where there is one decode engine to hold it."""
+    """State of the one decode engine that holds it."""
+    MODELS = auto()
+    """The models of all engines."""
     HEALTH = auto()
     METRICS = auto()
     HANDOVER = auto()
@@ -32,7 +34,7 @@ class Route(Enum):
 HANDOVERS = "/kvrelay/handovers/"
 
 _POST = frozenset({
-    "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions/batch",
+    "/v1/messages/count_tokens", "/v1/chat/completions/batch",
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score",
     "/rerank", "/v1/rerank", "/v2/rerank",
     "/generative_scoring", "/v1/systemone", "/cohere/v2/chat",
@@ -40,10 +42,11 @@ _POST = frozenset({
     "/v1/chat/completions/derender", "/v1/completions/derender",
     "/v1/chat/completions/render", "/v1/completions/render", "/v1/messages/render", "/v1/responses/render",
 })  # fmt: skip
-_GET = frozenset({"/v1/models", "/version"})
+_GET = frozenset({"/version"})
+_MODELS = "/v1/models"
 _OWN = {"/health": Route.HEALTH, "/metrics": Route.METRICS}
 _DISAGGREGATED = frozenset(endpoint.value for endpoint in Endpoint)
-_STORED = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,256}(?P<cancel>/cancel)?")
+_STORED = re.compile(r"/v1/responses/(?P<name>[A-Za-z0-9_-]{1,256})(?P<cancel>/cancel)?")
 
 
 def route(method: str, path: str) -> Route:
@@ -54,6 +57,8 @@ def route(method: str, path: str) -> Route:
         return _allow(method, "POST", Route.PASS)
     if path in _GET:
         return _allow(method, "GET", Route.ANY)
+    if path == _MODELS:
+        return Route.MODELS if method == "GET" else Route.WRONG_METHOD
     if path in _OWN:
         return _OWN[path] if method in {"GET", "HEAD"} else Route.WRONG_METHOD
     if path.startswith(HANDOVERS):
@@ -61,6 +66,13 @@ def route(method: str, path: str) -> Route:
     if (stored := _STORED.fullmatch(path)) is not None:
         return Route.STORED if method == ("POST" if stored["cancel"] else "GET") else Route.WRONG_METHOD
     return Route.UNKNOWN
+
+
+def stored_name(path: str) -> str:
+    """The name of the stored response that a path of `Route.STORED` is about."""
+    found = _STORED.fullmatch(path)
+    assert found is not None
+    return found["name"]
 
 
 def _allow(method: str, allowed: str, known: Route) -> Route:

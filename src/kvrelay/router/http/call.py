@@ -38,8 +38,8 @@ class Call:
     """One request in flight. Its connection calls the ``on_...`` methods; everything else is for its owner."""
 
     __slots__ = (
-        "_chunks", "_connection", "_deadline", "_done", "_error", "_first", "_head", "_loop", "_moving", "_paused",
-        "_silence_s", "_sink", "ended", "headers", "reason", "status",
+        "_begins", "_chunks", "_connection", "_deadline", "_done", "_error", "_first", "_head", "_loop", "_moving",
+        "_paused", "_silence_s", "_sink", "ended", "headers", "reason", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Carrier, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,6 +48,7 @@ class Call:
         self._loop = loop
         self._head: asyncio.Future[None] = loop.create_future()
         self._first: asyncio.Future[None] | None = None
+        self._begins: Callable[[bytes], bool] = bool
         self._done: asyncio.Future[None] | None = None
         self._error: EngineError | None = None
         self._sink: Callable[[bytes], None] | None = None
@@ -68,15 +69,18 @@ class Call:
         await self._head
         self._deadline.clear()
 
-    async def begun(self, timeout_s: float) -> None:
+    async def begun(self, timeout_s: float, begins: Callable[[bytes], bool] = bool) -> None:
         """Wait for the body's first bytes, or its end; they are kept for `pipe`.
+
+        ``begins``: given each piece, whether the answer has begun by now; with the first byte, if not given.
 
         Raises:
             EngineError: the connection was lost, or nothing came for ``timeout_s``.
         """
         if self._error is not None:
             raise self._error
-        if self._chunks or self.ended:
+        self._begins = begins
+        if self.ended or any(self._begins(data) for data in self._chunks):
             return
         self._first = self._loop.create_future()
         self._deadline.set(timeout_s)
@@ -176,7 +180,8 @@ class Call:
         """More of the body."""
         if self._sink is None:
             self._chunks.append(data)
-            _set(self._first)
+            if self._first is not None and not self._first.done() and self._begins(data):
+                self._first.set_result(None)
             return
         if self._moving:
             self._deadline.set(self._silence_s)

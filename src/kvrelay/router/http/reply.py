@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvrelay.router.core.answers import JSON
+from kvrelay.router.core.answers import JSON, Dialect, dialect_of
 from kvrelay.router.http.messages import REASONS, find, render
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Reply:
         "_transport",
         "_writable",
         "close",
+        "dialect",
         "finished",
         "started",
     )
@@ -51,6 +52,7 @@ class Reply:
     def __init__(self, transport: asyncio.Transport, request: Request | None, *, close: bool, writable: bool) -> None:
         """``request``: None if it could not be read. ``close``: the connection ends with this answer."""
         self._transport = transport
+        self.dialect = Dialect.OPENAI if request is None else dialect_of(request.path)
         self._http_1_0 = request is not None and request.http_1_0
         self._head_only = request is not None and request.method == "HEAD"
         self._writable = writable
@@ -109,7 +111,7 @@ class Reply:
         if self.started:
             self.abort()
         else:
-            self.answer(refusal.status, refusal.body, headers=headers)
+            self.answer(refusal.status, refusal.body_for(self.dialect), headers=headers)
 
     def abort(self) -> None:
         """Break off: the client sees that the answer is not whole."""
