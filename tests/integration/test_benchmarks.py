@@ -61,3 +61,10 @@ def test_moves_of_paged_kv_are_verified_and_measured_beside_others() -> None:
     moved = line["results"]["blocks of 32"]
     assert {"NumPy twin, native", "NumPy twin, canonical", "memcpy"} <= set(moved)
     assert all(figures["load ms"] > 0 and figures["save ms"] > 0 for figures in moved.values())
+
+
+def test_kv_aware_choices_are_verified_and_measured() -> None:
+    status, line = run("bench_kv_choice.py", "--quick", "--engines", "9", "--tokens", "700")
+    assert status == 0
+    assert len(line["results"]["cases"]) == 6
+    assert all(case["median us"] > 0 for case in line["results"]["cases"].values())
