@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
+from kvrelay.router.core.observing.forwarding import HeaderSettings
+from kvrelay.router.core.observing.settings import Observing
 from kvrelay.types import Dispatch, OnLostKv
 
 if TYPE_CHECKING:
@@ -85,6 +87,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="largest request body (%(default)s)",
     )
     serve.add_argument(
+        "--access-log", metavar="FILE", help="one line of JSON for each request, to a file or - for standard output"
+    )
+    serve.add_argument(
+        "--otlp-endpoint", metavar="URL", help="an OpenTelemetry collector for traces, such as http://127.0.0.1:4318"
+    )
+    serve.add_argument(
+        "--trace-ratio", type=float, default=_DEFAULTS.observing.trace_ratio, metavar="SHARE",
+        help="share of the requests traced, of those whose client does not say (%(default)g)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--forward-header", action="append", default=[], metavar="NAME",
+        help="only client headers of these names reach engines; NAME* for all that begin so; repeat for more",
+    )  # fmt: skip
+    serve.add_argument(
+        "--drop-header", action="append", default=[], metavar="NAME",
+        help="client headers of this name do not reach engines; repeat for more",
+    )  # fmt: skip
+    serve.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(%(default)s)"
     )
     serve.set_defaults(run=run)
@@ -110,6 +130,12 @@ def run(args: argparse.Namespace) -> int:
             max_reprefills=args.max_reprefills,
             dispatch=args.dispatch,
             max_body_mib=args.max_body_mib,
+            observing=Observing(
+                access_log=args.access_log,
+                otlp_endpoint=args.otlp_endpoint,
+                trace_ratio=args.trace_ratio,
+                headers=HeaderSettings(forward=tuple(args.forward_header), drop=tuple(args.drop_header)),
+            ),
         )
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -136,6 +162,7 @@ async def _serve(config: RouterConfig) -> int:
     _stop_on_signals(stopped)
     service = RouterService(config, _pool_connector(config))
     await service.start()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reopen_logs)
     engines = ", ".join(f"{engine.name} {engine.address.url}" for engine in service.engines.all)
     print(f"kvrelay router ready: http://{_bracketed(config.host)}:{service.port} for {engines}", flush=True)
     if PROFILES[config.connector].uses_pool and config.pool is None:

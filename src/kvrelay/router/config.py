@@ -10,6 +10,8 @@ from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.fleet import Address, parse_address
+from kvrelay.router.core.observing.settings import Observing, observing_problems
+from kvrelay.router.tracing import tracing_problem
 from kvrelay.transport.address import parse_address as parse_pool_address
 from kvrelay.types import Dispatch, OnLostKv
 from kvrelay.wire.limits import MAX_LEASE_S
@@ -40,6 +42,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     max_reprefills: int = 1
     dispatch: str = "sequential"
     max_body_mib: int = 64
+    observing: Observing = Observing()
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
@@ -61,6 +64,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_reprefills: int
     dispatch: Dispatch
     max_body_bytes: int
+    observing: Observing
 
 
 def check_settings(settings: RouterSettings) -> RouterConfig:
@@ -109,6 +113,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         problems.append(f"--max-body-mib {settings.max_body_mib} is out of range: give 1 to 4096")
     problems += _lost_kv_problems(settings)
     problems += _dispatch_problems(settings)
+    problems += _observing_problems(settings.observing)
     if problems:
         raise ConfigError(*problems)
     return RouterConfig(
@@ -128,6 +133,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         max_reprefills=settings.max_reprefills,
         dispatch=Dispatch(settings.dispatch),
         max_body_bytes=settings.max_body_mib << 20,
+        observing=settings.observing,
     )
 
 
@@ -193,3 +199,9 @@ def _pool_token(settings: RouterSettings, problems: list[str]) -> str | None:
     except ConfigError as error:
         problems += [f"--pool-token-file: {problem}" for problem in error.problems]
         return None
+
+
+def _observing_problems(settings: Observing) -> Iterator[str]:
+    yield from observing_problems(settings)
+    if settings.otlp_endpoint is not None and (missing := tracing_problem()) is not None:
+        yield missing

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.observing.seen import Leg
     from kvrelay.router.handover import Handover
     from kvrelay.router.http.call import Call
     from kvrelay.router.prefilling import Prefilling
@@ -123,7 +124,7 @@ class Decoding:
                 handover.spend()
             return Refusal(error.http_status, error.code, f"{engine.name}: {error}")
 
-    def _message(self, engine: Engine) -> bytes:
+    def _message(self, engine: Engine) -> Leg:
         handover, record = self._handover, self._handover.record
         leg = DecodeLeg(
             handover=record.life.name,
@@ -178,7 +179,7 @@ class Decoding:
             ttft_s = handover.record.life.ttft_s
             assert ttft_s is not None
             router = handover.router
-            router.metrics.ttft_seconds.observe(ttft_s)
+            router.metrics.timings.first_byte(handover.record.decode, ttft_s)
             if handover.ticket is not None and router.desk is not None:
                 router.desk.settle(handover.ticket)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from kvrelay.router.core import wishes
 from kvrelay.router.core.fleet import Engine, Role
 from kvrelay.router.core.health import is_engine_fault
+from kvrelay.router.core.observing.seen import Leg
+from kvrelay.router.core.observing.traceparent import TRACEPARENT
 from kvrelay.router.core.picker import Picker
 from kvrelay.router.core.policy.base import NO_REQUEST
 from kvrelay.router.core.policy.registry import DEFAULT, make_policy
@@ -22,6 +24,7 @@ from kvrelay.router.http.upstream import EngineClient
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
+    from kvrelay.router.core.observing.forwarding import HeaderRules
     from kvrelay.router.core.policy.base import Policy, RequestView
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers
@@ -31,28 +34,40 @@ logger = logging.getLogger(__name__)
 
 MAX_PROBE_BYTES = 1 << 20
 _REPLACED = frozenset({b"host", b"content-length", b"expect", b"accept-encoding", b"x-request-id"}) | wishes.HEADERS
+_REPLACED_WHEN_TRACED = _REPLACED | {TRACEPARENT}
 
 
 class Outgoing:
     """A client's request on its way to engines: the same line and headers for each, but for the host and the body."""
 
-    __slots__ = ("_head", "_method", "_target", "request_id")
+    __slots__ = ("_head", "_method", "_seen", "_target")
 
-    def __init__(self, request: Request, request_id: bytes, *, always: bool = False) -> None:
-        """``request_id``: what engines call the request, unless the client has named it already (or ``always``)."""
-        headers = end_to_end(request.headers, _REPLACED)
-        self.request_id = request.header(b"x-request-id") or request_id
-        headers.append((b"x-request-id", request_id if always else self.request_id))
+    def __init__(self, request: Request, *, request_id: bytes = b"", rules: HeaderRules | None = None) -> None:
+        """``request_id``: what engines call the request, where that is not what everybody does.
+
+        ``rules``: which of the client's headers reach engines; None for all that are about the request.
+        """
+        self._seen = seen = request.seen
+        headers = end_to_end(request.headers, _REPLACED if seen.trace is None else _REPLACED_WHEN_TRACED)
+        if rules is not None:
+            headers = [header for header in headers if rules.passes(header[0])]
+        headers.append((b"x-request-id", request_id or seen.request_id))
         self._method = request.method.encode()
         self._target = request.path.encode("latin-1") + request.query
         self._head = render(headers)
 
-    def to(self, engine: Engine, body: bytes) -> bytes:
-        """The whole message to ``engine``."""
-        address = engine.address
-        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
-            self._method, address.base.encode(), self._target, address.authority.encode(), self._head, len(body), body,
+    def to(self, engine: Engine, body: bytes) -> Leg:
+        """The request as ``engine`` gets it, for `Engines.ask`."""
+        address, head, span, trace = engine.address, self._head, 0, self._seen.trace
+        if trace is not None:
+            span = self._seen.new_span()
+            head += b"traceparent: %b\r\n" % trace.traceparent(span)
+        message = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+            self._method, address.base.encode(), self._target, address.authority.encode(), head, len(body), body,
         )  # fmt: skip
+        leg = Leg(engine.name, engine.role.value, message, (address.host, address.port), span)
+        self._seen.legs.append(leg)
+        return leg
 
 
 class Engines:
@@ -66,8 +81,13 @@ class Engines:
         connect_timeout_s: float,
         metrics: RouterMetrics,
         policies: Mapping[Role, Policy] | None = None,
+        header_rules: HeaderRules | None = None,
     ) -> None:
-        """Connections are made when first needed. ``policies``: each role's own; the default's if not given."""
+        """Connections are made when first needed. ``policies``: each role's own; the default's if not given.
+
+        ``header_rules``: which of a client's headers reach engines; None for all that are about the request.
+        """
+        self.header_rules = header_rules
         self.prefills = tuple(prefills)
         self.decodes = tuple(decodes)
         self._metrics = metrics
@@ -97,39 +117,43 @@ class Engines:
     async def ask(
         self,
         engine: Engine,
-        message: bytes,
+        leg: Leg,
         *,
         timeout_s: float,
         on_sent: Callable[[], None] = lambda: None,
         num_tokens: int = 0,
     ) -> AsyncIterator[Call]:
-        """Send ``message``; inside the block the answer's head is there. The call is closed at its end, come what may.
+        """Send ``leg``; inside the block the answer's head is there. The call is closed at its end, come what may.
 
         ``on_sent`` is called when the message has been written, perhaps twice. ``num_tokens``: the prompt's, estimated.
 
         Keeps the engine's health and the metrics: an `EngineError` inside the block is the engine's failure too.
         """
         metrics, role = self._metrics, engine.role
-        began = time.perf_counter()  # the loop's clock counts whole milliseconds
+        leg.began = time.perf_counter()  # the loop's clock counts whole milliseconds
         metrics.sent[engine].inc()
         metrics.in_flight[role].inc()
         engine.load.begin(num_tokens)
         call: Call | None = None
         try:
-            call = await self._clients[engine].open(message, timeout_s=timeout_s, on_sent=on_sent)
+            call = await self._clients[engine].open(leg.message, timeout_s=timeout_s, on_sent=on_sent)
+            leg.message, leg.status = b"", call.status
             if is_engine_fault(call.status):
                 self._failed(engine, "status_5xx")
             yield call
         except EngineError as error:
+            leg.problem = error.code
             self._failed(engine, error.code)
             raise
         finally:
             metrics.in_flight[role].dec()
             engine.load.end(num_tokens)
+            leg.message, leg.ended = b"", time.perf_counter()
             if call is not None:
                 call.close()
                 if call.ended:
-                    metrics.leg_seconds[role].observe(time.perf_counter() - began)
+                    leg.whole = True
+                    metrics.leg_seconds[role].observe(leg.ended - leg.began)
                     if not is_engine_fault(call.status):
                         engine.health.succeeded()
 
@@ -147,7 +171,8 @@ class Engines:
         Raises:
             EngineError: it did not answer in time.
         """
-        address = engine.address
+        address, rules = engine.address, self.header_rules
+        headers = [header for header in headers if rules is None or rules.passes(header[0])]
         line = f"GET {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
         call = await self._clients[engine].open(line + render(headers) + b"\r\n", timeout_s=timeout_s)
         try:

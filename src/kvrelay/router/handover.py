@@ -49,7 +49,8 @@ class Handover:
         self.body = body
         self.record = record
         self.wishes = wishes
-        self.outgoing = Outgoing(request, record.life.name.encode(), always=router.profile.names_requests)
+        own_name = record.life.name.encode() if router.profile.names_requests else b""
+        self.outgoing = Outgoing(request, request_id=own_name, rules=router.engines.header_rules)
         self.recovery = Recovery(wishes.policy, max_reprefills=router.lost_kv.max_reprefills)
         self.carried: bytes | None = None
         """What the prefill leg gave for the decode leg, as the connector's profile has it."""
@@ -184,7 +185,6 @@ class Handover:
         headers = [(b"x-kvrelay-handover", record.life.name.encode())]
         if record.decode:
             headers.append((b"x-kvrelay-decode", record.decode.encode()))
-        headers.append((b"x-request-id", self.outgoing.request_id))
         if record.prefill:
             headers.append((b"x-kvrelay-prefill", record.prefill.encode()))
         return headers

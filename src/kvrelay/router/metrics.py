@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.observing.timings import SECONDS, Timings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.observing.timings import Series
     from kvrelay.types import Proof
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -47,14 +52,8 @@ class RouterMetrics:
         self._in_flight = Gauge(
             "kvrelay_router_in_flight", "Requests on engines now, by role", ("role",), registry=registry
         )
-        self._leg_seconds = Histogram(
-            "kvrelay_router_leg_seconds", "From sending a leg to the end of its answer", ("role",),
-            buckets=SECONDS, registry=registry,
-        )  # fmt: skip
-        self.ttft_seconds = Histogram(
-            "kvrelay_router_ttft_seconds", "From a request to the first byte of its answer",
-            buckets=SECONDS, registry=registry,
-        )  # fmt: skip
+        self.timings = Timings(engine.name for engine in engines)
+        registry.register(_Timings(self.timings))
         self.detours = Counter(
             "kvrelay_router_detours",
             "Departures from prefill on P, decode on D, by reason",
@@ -112,9 +111,17 @@ class RouterMetrics:
         self.tickets_open = Gauge(
             "kvrelay_router_tickets_open", "Hand-overs that hold a pool ticket", registry=registry
         )
+        self.log_lines_dropped = Counter(
+            "kvrelay_router_access_log_dropped", "Lines of the access log that could not be written in time",
+            registry=registry,
+        )  # fmt: skip
+        self._spans = Counter(
+            "kvrelay_router_spans", "Spans made, and what became of them: sent to the collector, or refused by it",
+            ("result",), registry=registry,
+        )  # fmt: skip
         self.sent = {engine: self._engine_requests.labels(engine.role.value, engine.name) for engine in engines}
         self.in_flight = {role: self._in_flight.labels(role.value) for role in Role}
-        self.leg_seconds = {role: self._leg_seconds.labels(role.value) for role in Role}
+        self.leg_seconds = {role: self.timings.leg.at(role.value) for role in Role}
         for source in ("handed_over", "earlier", "local", "recomputed"):
             self.tokens.labels(source)
 
@@ -129,6 +136,10 @@ class RouterMetrics:
     def engine_failed(self, engine: Engine, reason: str) -> None:
         """``engine`` did not do its part of a request."""
         self._engine_failures.labels(engine.role.value, engine.name, reason).inc()
+
+    def count_spans(self, result: str, number: int) -> None:
+        """So many spans were ``made``, ``sent`` or ``failed``. May be called from any thread."""
+        self._spans.labels(result).inc(number)
 
     def proven(self, proof: Proof) -> None:
         """The decode side told what it found."""
@@ -150,3 +161,26 @@ class RouterMetrics:
         for engine in engines:
             self._resting.labels(engine.role.value, engine.name).set(engine.health.is_resting(now))
         return generate_latest(self.registry)
+
+
+class _Timings(Collector):
+    """Shows our own histograms as the registry's."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        """Names alone, by which the registry notices repeated ones."""
+        return (HistogramMetricFamily(family.name, family.help, labels=family.labels) for family in self._timings)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """All series, buckets cumulative."""
+        for family, shown in zip(self._timings, self.describe(), strict=True):
+            for values, series in family.series.items():
+                shown.add_metric(values, _cumulative(series), series.total)
+            yield shown
+
+
+def _cumulative(series: Series) -> list[tuple[str, float]]:
+    names = [*map(floatToGoString, series.bounds), "+Inf"]
+    return [*zip(names, accumulate(series.counts), strict=True)]

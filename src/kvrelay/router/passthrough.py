@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.observing.seen import Leg
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Request
@@ -69,9 +70,10 @@ class Passthrough:
         self._catalogue = catalogue
         self._silence_s = silence_s
 
-    async def any_engine(self, request: Request, reply: Reply, request_id: bytes) -> str:
+    async def any_engine(self, request: Request, reply: Reply) -> str:
         """Let the first engine that lives answer, decode engines first. The outcome, for the metrics."""
-        outgoing = Outgoing(request, request_id)
+        outgoing = Outgoing(request, rules=self._engines.header_rules)
+        asked: Engine | None = None
         last: Repelled | Refusal = _NOBODY
         for role in (Role.DECODE, Role.PREFILL):
             tried: list[Engine] = []
@@ -80,28 +82,26 @@ class Passthrough:
                 answered = await self._ask(engine, outgoing.to(engine, request.body), reply, ANY_TIMEOUT_S)
                 if isinstance(answered, str):
                     return answered
-                last = answered
-        return _give_up(last, reply)
+                asked, last = engine, answered
+        return _give_up(last, reply, asked)
 
-    async def models(self, request: Request, reply: Reply, request_id: bytes) -> str:
+    async def models(self, request: Request, reply: Reply) -> str:
         """The models of all engines; what one of them says where none tells its models."""
         listed = await self._catalogue.listed(request)
         if listed is None:
-            return await self.any_engine(request, reply, request_id)
+            return await self.any_engine(request, reply)
         reply.answer(200, listed)
         return "ok"
 
-    async def stored(self, request: Request, reply: Reply, request_id: bytes) -> str:
+    async def stored(self, request: Request, reply: Reply) -> str:
         """Let the decode engine that holds a stored response answer; any, if none does."""
         holder = await find_holder(self._engines, stored_name(request.path), request)
         if isinstance(holder, Refusal):
-            return _give_up(holder, reply)
+            return _give_up(holder, reply, None)
         passed_over = [] if holder is None else [engine for engine in self._engines.decodes if engine is not holder]
-        return await self.decode_engine(request, reply, request_id, passed_over)
+        return await self.decode_engine(request, reply, passed_over)
 
-    async def decode_engine(
-        self, request: Request, reply: Reply, request_id: bytes, passed_over: Sequence[Engine] = ()
-    ) -> str:
+    async def decode_engine(self, request: Request, reply: Reply, passed_over: Sequence[Engine] = ()) -> str:
         """Let one decode engine that is none of ``passed_over`` answer. The outcome, for the metrics."""
         body = request.body
         model = "" if request.is_json else model_of_form(body)
@@ -114,28 +114,30 @@ class Passthrough:
             model = text_of(fields, "model")
             if scrub(fields):
                 body = encode_fields(fields)
-        outgoing = Outgoing(request, request_id)
+        request.seen.model = model
+        outgoing = Outgoing(request, rules=self._engines.header_rules)
         strangers = await self._catalogue.strangers(model, request)
         tried: list[Engine] = [*passed_over, *strangers[Role.DECODE]]
         suspicion = Suspicion()
+        asked: Engine | None = None
         last: Repelled | Refusal = _NOBODY
         while (engine := self._engines.pick(Role.DECODE, tried)) is not None:
             tried.append(engine)
             answered = await self._ask(engine, outgoing.to(engine, body), reply, self._silence_s)
             if isinstance(answered, str):
                 return answered
-            last = answered
+            asked, last = engine, answered
             if suspicion.confirmed(last.status) or (isinstance(last, Refusal) and last.code == EngineSilentError.code):
                 break  # after a silence the client has waited long enough
-        return _give_up(last, reply)
+        return _give_up(last, reply, asked)
 
-    async def _ask(self, engine: Engine, message: bytes, reply: Reply, silence_s: float) -> str | Repelled | Refusal:
+    async def _ask(self, engine: Engine, leg: Leg, reply: Reply, silence_s: float) -> str | Repelled | Refusal:
         relay: Relay | None = None
         try:
-            async with self._engines.ask(engine, message, timeout_s=silence_s) as call:
+            async with self._engines.ask(engine, leg, timeout_s=silence_s) as call:
                 if is_engine_fault(call.status) or is_busy(call.status):
                     return await Repelled.take(call, timeout_s=silence_s)
-                relay = Relay(call, reply, [(b"x-kvrelay-" + engine.role.value.encode(), engine.name.encode())])
+                relay = Relay(call, reply, _own_headers(engine))
                 await relay.run(silence_s=silence_s)
                 return "ok" if call.status < 400 else "client_error"
         except EngineError as error:
@@ -148,9 +150,14 @@ class Passthrough:
 _NOBODY = Refusal(503, "unreachable", "No engine is there to answer")
 
 
-def _give_up(last: Repelled | Refusal, reply: Reply) -> str:
+def _give_up(last: Repelled | Refusal, reply: Reply, asked: Engine | None) -> str:
+    own = [] if asked is None else _own_headers(asked)
     if isinstance(last, Refusal):
-        reply.refuse(last)
+        reply.refuse(last, own)
     else:
-        last.give(reply, [])
+        last.give(reply, own)
     return "error" if last.status >= 500 else "client_error"
+
+
+def _own_headers(engine: Engine) -> Headers:
+    return [(b"x-kvrelay-" + engine.role.value.encode(), engine.name.encode())]

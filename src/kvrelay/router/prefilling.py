@@ -116,10 +116,10 @@ class Prefilling:
         router, record = handover.router, handover.record
         deadline = router.now() + timeout_s
         params = router.profile.prefill_params(record.life.name, engine.name, handover.body)
-        message = handover.outgoing.to(engine, handover.body.prefill(params))
+        leg = handover.outgoing.to(engine, handover.body.prefill(params))
         try:
             on_sent = partial(self._on_sent, engine)
-            async with router.engines.ask(engine, message, timeout_s=timeout_s, on_sent=on_sent) as call:
+            async with router.engines.ask(engine, leg, timeout_s=timeout_s, on_sent=on_sent) as call:
                 left_s = max(0.0, deadline - router.now())
                 answer = await call.read(limit_bytes=MAX_PREFILL_ANSWER_BYTES, timeout_s=left_s)
                 status = call.status

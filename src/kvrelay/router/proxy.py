@@ -95,4 +95,6 @@ class Disaggregator:
             return "client_error"
         record = Record(Lifecycle(handover, self.now()), policy=wishes.policy)
         self.book.add(record)
+        seen = request.seen
+        seen.record, seen.model, seen.num_choices = record, body.model, body.num_engine_requests
         return await Handover(self, request, reply, body, record, wishes).run()

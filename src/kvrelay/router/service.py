@@ -15,6 +15,7 @@ from kvrelay.router.census import Census
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.fleet import Role, make_engines
 from kvrelay.router.core.health import HealthSettings
+from kvrelay.router.core.observing.forwarding import rules_of
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
 from kvrelay.router.engines import Engines
@@ -22,6 +23,7 @@ from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.models import Catalogue
+from kvrelay.router.observer import Observer
 from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
 from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
@@ -60,7 +62,10 @@ class RouterService:
         prefills = make_engines(Role.PREFILL, config.prefills, settings)
         decodes = make_engines(Role.DECODE, config.decodes, settings)
         self._metrics = metrics = RouterMetrics(prefills + decodes)
-        self.engines = engines = Engines(prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics)
+        self.engines = engines = Engines(
+            prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics,
+            header_rules=rules_of(config.observing.headers),
+        )  # fmt: skip
         self._desk = None
         census = Census({engine.name for engine in engines.all}, metrics)
         if connect_pool is not None:
@@ -71,6 +76,11 @@ class RouterService:
             prefill_s=config.prefill_timeout_s, handover_s=config.handover_timeout_s, decode_s=config.decode_timeout_s
         )
         self._catalogue = Catalogue(engines)
+
+        def now() -> float:
+            return time.monotonic() + offset
+
+        self._observer = Observer(config.observing, metrics, self._desk, now)
         self._disaggregator = Disaggregator(
             engines,
             self._catalogue,
@@ -80,7 +90,7 @@ class RouterService:
             metrics,
             timeouts,
             LostKv(policy=config.on_lost_kv, max_reprefills=config.max_reprefills),
-            lambda: time.monotonic() + offset,
+            now,
             dispatch=config.dispatch,
         )
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
@@ -99,9 +109,10 @@ class RouterService:
         """Listen, and reach for the pool.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be listened on, or the access log cannot be written.
             KvRelayError: the pool refuses us.
         """
+        await self._observer.start()
         loop = asyncio.get_running_loop()
         host, port = self._config.host, self._config.port
         try:
@@ -109,12 +120,14 @@ class RouterService:
                 lambda: Connection(self._handle, self._limits, self._connections, loop), host, port, backlog=BACKLOG
             )
         except OSError as error:
+            await self._observer.close()
             raise ConfigError(_listening_problem(host, port, error)) from None
         if self._desk is not None:
             try:
                 await self._desk.start()
             except BaseException:
                 self._server.close()
+                await self._observer.close()
                 raise
 
     async def stop(self) -> int:
@@ -136,32 +149,42 @@ class RouterService:
         self._own.close()
         self._catalogue.close()
         self.engines.close()
+        await self._observer.close()
         return cut
+
+    def reopen_logs(self) -> None:
+        """Go on in new log files: the old ones have been renamed."""
+        self._observer.reopen()
 
     async def _handle(self, request: Request, reply: Reply) -> None:
         known = route(request.method, request.path)
+        name = uuid.uuid4().hex
+        if known is Route.DISAGGREGATE:
+            name = f"ho-{name}"
+        self._observer.arrived(request, reply, name, traced=known in _ON_ENGINES)
         outcome = "cancelled"
         try:
-            outcome = await self._dispatch(known, request, reply)
+            outcome = await self._dispatch(known, request, reply, name)
         finally:
             endpoint = (
                 "other" if known in {Route.UNKNOWN, Route.WRONG_METHOD, Route.STORED, Route.HANDOVER} else request.path
             )
             self._metrics.requests.labels(endpoint, outcome).inc()
+            self._observer.over(request, reply, outcome, told=known not in _PROBES)
             logger.debug("%s %s: %s", request.method, request.path, outcome)
 
-    async def _dispatch(self, known: Route, request: Request, reply: Reply) -> str:
+    async def _dispatch(self, known: Route, request: Request, reply: Reply, name: str) -> str:
         match known:
             case Route.DISAGGREGATE:
-                return await self._disaggregator.handle(request, reply, f"ho-{uuid.uuid4().hex}")
+                return await self._disaggregator.handle(request, reply, name)
             case Route.ANY:
-                return await self._passthrough.any_engine(request, reply, uuid.uuid4().hex.encode())
+                return await self._passthrough.any_engine(request, reply)
             case Route.MODELS:
-                return await self._passthrough.models(request, reply, uuid.uuid4().hex.encode())
+                return await self._passthrough.models(request, reply)
             case Route.STORED:
-                return await self._passthrough.stored(request, reply, uuid.uuid4().hex.encode())
+                return await self._passthrough.stored(request, reply)
             case Route.PASS:
-                return await self._passthrough.decode_engine(request, reply, uuid.uuid4().hex.encode())
+                return await self._passthrough.decode_engine(request, reply)
             case Route.HEALTH:
                 await self._own.health(reply)
             case Route.METRICS:
@@ -177,6 +200,9 @@ class RouterService:
         return "ok"
 
 
+_ON_ENGINES = frozenset({Route.DISAGGREGATE, Route.PASS, Route.ANY, Route.MODELS, Route.STORED})
+_PROBES = frozenset({Route.HEALTH, Route.METRICS})
+"""Asked every few seconds by machines: not worth a line in the access log."""
 _UNKNOWN = "{} is not served here: administration and other paths of an engine are reached on the engine itself"
 
 

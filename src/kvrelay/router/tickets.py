@@ -254,6 +254,11 @@ class TicketDesk:
             ticket.settling.cancel()
         self._spawn(self._tell(ticket, ticket.client.end_ticket))
 
+    def settling(self, handover: str) -> asyncio.Task[None] | None:
+        """What still collects proofs of a hand-over; None if nothing does."""
+        ticket = self._open.get(handover)
+        return None if ticket is None else ticket.settling
+
     async def settled(self, handover: str) -> None:
         """Wait, boundedly, until the proofs of a hand-over whose answer has begun are in."""
         ticket = self._open.get(handover)

@@ -144,6 +144,6 @@ async def test_metrics_count_by_endpoint_engine_and_reason(pair: Pair) -> None:
         'kvrelay_router_engine_failures_total{engine="P0",reason="status_5xx",role="prefill"} 1.0',
         'kvrelay_router_detours_total{reason="prefill_status_5xx"} 1.0',
         'kvrelay_router_in_flight{role="decode"} 0.0',
-        "kvrelay_router_ttft_seconds_count 2.0",
+        'kvrelay_router_ttft_seconds_count{worker="D0"} 2.0',
     ):
         assert line in lines, json.dumps(lines, indent=1)

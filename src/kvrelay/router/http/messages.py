@@ -5,6 +5,8 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from kvrelay.router.core.observing.seen import Seen
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
@@ -23,7 +25,7 @@ REASONS: dict[int, bytes] = {status.value: status.phrase.encode() for status in 
 class Request:
     """A whole request from a client."""
 
-    __slots__ = ("body", "headers", "http_1_0", "keep_alive", "method", "path", "query")
+    __slots__ = ("body", "headers", "http_1_0", "keep_alive", "method", "path", "query", "seen")
 
     def __init__(
         self, *, method: str, target: bytes, headers: Headers, body: bytes, http_1_0: bool, keep_alive: bool
@@ -37,6 +39,7 @@ class Request:
         self.body = body
         self.http_1_0 = http_1_0
         self.keep_alive = keep_alive
+        self.seen = Seen()
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that name."""

@@ -43,10 +43,15 @@ class Reply:
         "_source",
         "_transport",
         "_writable",
+        "always",
         "close",
         "dialect",
         "finished",
+        "last",
+        "num_bytes",
+        "num_events",
         "started",
+        "status",
     )
 
     def __init__(self, transport: asyncio.Transport, request: Request | None, *, close: bool, writable: bool) -> None:
@@ -62,12 +67,37 @@ class Reply:
         self.close = close or request is None or not request.keep_alive
         self.started = False
         self.finished = False
+        self.always: Headers = []
+        """Headers of the answer, whoever gives it, unless it has them."""
+        self.status = 0
+        """0 until there is an answer."""
+        self.num_bytes = 0
+        """Of the body so far."""
+        self.num_events = 0
+        """Ends of events in it, if it is a stream of events."""
+        self.last = (b"", b"", b"")
+        """Pieces of the body: the last of them."""
+
+    @property
+    def tail(self) -> bytes:
+        """The end of the body."""
+        return b"".join(self.last)
+
+    @property
+    def client(self) -> str:
+        """The address the client's connection came from."""
+        peer = self._transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) and peer else ""
 
     def start(self, status: int, headers: Headers, *, reason: bytes = b"") -> None:
         """Send the head. ``headers``: end to end ones; without a `content-length` the body is framed here."""
         if self._gone:
             return
         self.started = True
+        self.status = status
+        for header in self.always:
+            if find(headers, header[0]) is None:
+                headers.append(header)
         framing = b""
         if status >= 200 and status not in {204, 304} and find(headers, b"content-length") is None:
             if self._http_1_0:
@@ -86,9 +116,13 @@ class Reply:
         """Send a piece of the body, now."""
         if self._gone or not data or self._head_only:
             return
+        self.num_bytes += len(data)
+        self.last = (*self.last[1:], data)
         if not self._chunked:
             self._transport.write(data)
-        elif len(data) <= _JOIN_BYTES:
+            return
+        self.num_events += data.count(b"\n\n")
+        if len(data) <= _JOIN_BYTES:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             self._transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
