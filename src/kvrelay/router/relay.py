@@ -56,12 +56,14 @@ class Relay:
         """
         reply = self._reply
         reply.fed_by(self._call)
+        if not self._call.has_body:
+            reply.flush()
         try:
             await self._call.pipe(self._pass, silence_s=silence_s)
         finally:
             reply.fed_by(None)
         if self._cutter is not None:
-            reply.write(self._cutter.rest())
+            reply.write(self._cutter.rest(), end=self._trailer is None)
             if self._trailer is not None:
                 reply.write(await self._trailer())
         reply.finish()
@@ -78,7 +80,12 @@ class Relay:
         if self._on_first_byte is not None and self._begins(data):
             self._on_first_byte()
             self._on_first_byte = None
-        self._reply.write(data if self._cutter is None else self._cutter.feed(data))
+        last = self._call.whole and self._trailer is None
+        if self._cutter is not None:
+            data = self._cutter.feed(data)
+            if last:
+                data += self._cutter.rest()
+        self._reply.write(data, end=last)
 
 
 def is_events(headers: Headers) -> bool:

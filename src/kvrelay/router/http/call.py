@@ -9,17 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.router.errors import AnswerTooLargeError, EngineError, EngineSilentError
-from kvrelay.router.http.deadline import Deadline
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from kvrelay.router.http.deadline import Deadline
     from kvrelay.router.http.messages import Headers
 
 
 class Carrier(Protocol):
     """The connection a call is on."""
+
+    @property
+    def deadline(self) -> Deadline:
+        """The connection's, which serves one call after the other: of no concern to a call that has ended."""
+        ...
 
     def abort(self) -> None:
         """Close it at once. May be repeated."""
@@ -39,7 +44,7 @@ class Call:
 
     __slots__ = (
         "_begins", "_chunks", "_connection", "_deadline", "_done", "_error", "_first", "_head", "_loop", "_moving",
-        "_paused", "_silence_s", "_sink", "ended", "headers", "reason", "status",
+        "_paused", "_silence_s", "_sink", "ended", "headers", "reason", "status", "whole",
     )  # fmt: skip
 
     def __init__(self, connection: Carrier, loop: asyncio.AbstractEventLoop) -> None:
@@ -53,12 +58,14 @@ class Call:
         self._error: EngineError | None = None
         self._sink: Callable[[bytes], None] | None = None
         self._chunks: list[bytes] = []
-        self._deadline = Deadline(loop, self._expire)
+        self._deadline = connection.deadline
         self._silence_s = 0.0
         self._moving = True
         self._paused = False
         self.ended = False
         """Whether the answer is whole."""
+        self.whole = False
+        """The same, known already while the last piece of the body is given out."""
         self.status = 0
         self.reason = b""
         self.headers: Headers = []
@@ -67,7 +74,8 @@ class Call:
         """Wait for the answer's head."""
         self._deadline.set(timeout_s)
         await self._head
-        self._deadline.clear()
+        if not self.ended:
+            self._deadline.clear()
 
     async def begun(self, timeout_s: float, begins: Callable[[bytes], bool] = bool) -> None:
         """Wait for the body's first bytes, or its end; they are kept for `pipe`.
@@ -87,6 +95,11 @@ class Call:
         await self._first
         if not self.ended:
             self._deadline.clear()
+
+    @property
+    def has_body(self) -> bool:
+        """Whether something of the body is there, or its end."""
+        return bool(self._chunks) or self.ended
 
     def check(self) -> None:
         """Raise what the call has failed with by now, if it has."""
@@ -155,9 +168,9 @@ class Call:
 
     def close(self) -> None:
         """Be done with it: an answer that is not whole is abandoned, and its connection closed. May be repeated."""
-        self._deadline.close()
         self._sink = None
         if not self.ended:
+            self._deadline.clear()
             self._connection.abort()
 
     def fail(self, error: EngineError) -> None:
@@ -193,11 +206,12 @@ class Call:
             self._paused = False
             self._connection.resume_reading()
         self.ended = True
-        self._deadline.close()
+        self._deadline.clear()
         _set(self._first)
         _set(self._done)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """The deadline has come."""
         self.fail(
             EngineSilentError("the engine did not answer in time" if not self.status else "the engine fell silent")
         )

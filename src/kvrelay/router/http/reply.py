@@ -32,12 +32,15 @@ class Source(Protocol):
 class Reply:
     """One answer: `start`, any number of `write`, `finish`; or `answer`; or `refuse`.
 
-    After the client is gone all do nothing.
+    After the client is gone all do nothing. What is sent together leaves together, since each call of the kernel costs
+    more than all else about a small piece: the head waits for the first piece of the body, or for `flush`.
     """
 
     __slots__ = (
         "_chunked",
+        "_ended",
         "_gone",
+        "_head",
         "_head_only",
         "_http_1_0",
         "_source",
@@ -64,6 +67,10 @@ class Reply:
         self._source: Source | None = None
         self._chunked = False
         self._gone = False
+        self._head = b""
+        """What of the answer's beginning has not been sent."""
+        self._ended = False
+        """Whether the end of the body has been sent."""
         self.close = close or request is None or not request.keep_alive
         self.started = False
         self.finished = False
@@ -90,7 +97,7 @@ class Reply:
         return str(peer[0]) if isinstance(peer, tuple) and peer else ""
 
     def start(self, status: int, headers: Headers, *, reason: bytes = b"") -> None:
-        """Send the head. ``headers``: end to end ones; without a `content-length` the body is framed here."""
+        """Begin with the head. ``headers``: end to end ones; without a `content-length` the body is framed here."""
         if self._gone:
             return
         self.started = True
@@ -110,28 +117,43 @@ class Reply:
         elif self._http_1_0:
             framing += b"connection: keep-alive\r\n"
         line = b"HTTP/1.1 %d %b\r\n" % (status, reason or REASONS.get(status, b""))
-        self._transport.write(line + render(headers) + framing + b"\r\n")
+        self._head = line + render(headers) + framing + b"\r\n"
 
-    def write(self, data: bytes) -> None:
-        """Send a piece of the body, now."""
+    def flush(self) -> None:
+        """Send the head, if it has not been sent: the body may be a while."""
+        head, self._head = self._head, b""
+        if head and not self._gone:
+            self._transport.write(head)
+
+    def write(self, data: bytes, *, end: bool = False) -> None:
+        """Send a piece of the body, now. ``end``: and the end of it."""
         if self._gone or not data or self._head_only:
             return
         self.num_bytes += len(data)
         self.last = (*self.last[1:], data)
-        if not self._chunked:
+        head, self._head = self._head, b""
+        tail = b""
+        if self._chunked:
+            self.num_events += data.count(b"\n\n")
+            head = b"%b%x\r\n" % (head, len(data))
+            tail = b"\r\n0\r\n\r\n" if end else b"\r\n"
+            self._ended = end
+        if not head and not tail:
             self._transport.write(data)
-            return
-        self.num_events += data.count(b"\n\n")
-        if len(data) <= _JOIN_BYTES:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        elif len(data) <= _JOIN_BYTES:
+            self._transport.write(b"%b%b%b" % (head, data, tail))
         else:
-            self._transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+            self._transport.writelines((head, data, tail) if tail else (head, data))
 
     def finish(self) -> None:
         """The body is whole."""
-        if self._chunked and not self._gone and not self._head_only:
-            self._transport.write(b"0\r\n\r\n")
         self.finished = True
+        if self._gone or self._ended:
+            return
+        tail = b"0\r\n\r\n" if self._chunked and not self._head_only else b""
+        head, self._head = self._head, b""
+        if head or tail:
+            self._transport.write(head + tail)
 
     def answer(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None) -> None:
         """A whole answer."""

@@ -13,6 +13,7 @@ import httptools
 
 from kvrelay.router.errors import EngineError, EngineLostError, EngineUnreachableError
 from kvrelay.router.http.call import Call
+from kvrelay.router.http.deadline import Deadline
 from kvrelay.router.http.watch import keep_watch
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class _Connection(asyncio.Protocol):
         self._complete = False
         self._keep_alive = False
         self._begun_at = 0.0
+        self.deadline = Deadline(loop, self._expire)
+        """Of the current call."""
         self._reused = False
 
     @property
@@ -101,6 +104,8 @@ class _Connection(asyncio.Protocol):
             problem = f"the engine's answer is not HTTP: {error}"
         if not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
             problem = f"the engine's answer has a head of more than {MAX_HEAD_BYTES} bytes"
+        if self._complete and self._call is not None:
+            self._call.whole = True
         self._flush()
         if self._complete:
             self._finish(reusable=self._keep_alive and not problem and self._all_sent)
@@ -112,6 +117,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.forget(self)
+        self.deadline.close()
         if self._call is None:
             return
         if self._in_body and not self._framed and exc is None:
@@ -174,6 +180,10 @@ class _Connection(asyncio.Protocol):
             data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
             self._chunks = []
             self._call.on_data(data)
+
+    def _expire(self) -> None:
+        if self._call is not None:
+            self._call.expire()
 
     def _finish(self, *, reusable: bool) -> None:
         call, self._call = self._call, None
