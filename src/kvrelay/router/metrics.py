@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.observing.timings import SECONDS, Timings
+from kvrelay.router.counting import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,7 +49,6 @@ class RouterMetrics:
             "kvrelay_router_picks", "Engines chosen, by policy and by why it chose them",
             ("role", "policy", "why"), registry=registry,
         )  # fmt: skip
-        self._pick_children: dict[tuple[str, Role, str], Counter] = {}
         self._in_flight = Gauge(
             "kvrelay_router_in_flight", "Requests on engines now, by role", ("role",), registry=registry
         )
@@ -127,11 +127,7 @@ class RouterMetrics:
 
     def picked(self, policy: str, role: Role, why: str) -> None:
         """A policy chose an engine."""
-        key = (policy, role, why)
-        child = self._pick_children.get(key)
-        if child is None:
-            child = self._pick_children[key] = self._picks.labels(role.value, policy, why)
-        child.inc()
+        self._picks.labels(role.value, policy, why).value += 1
 
     def engine_failed(self, engine: Engine, reason: str) -> None:
         """``engine`` did not do its part of a request."""

@@ -10,8 +10,6 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Gauge, Histogram
-
 from kvrelay import errors
 from kvrelay.cli import build_parser
 from kvrelay.connector.config import BOUNDS, CHOICES, ConnectorConfig
@@ -27,6 +25,7 @@ from kvrelay.router.core import paths
 from kvrelay.router.core.legs import OUTPUT_ONLY, OUTPUT_ONLY_OF, Endpoint
 from kvrelay.router.core.lifecycle import TIMESTAMPS
 from kvrelay.router.core.paths import Route, route
+from kvrelay.router.counting import Counter, Family
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.testing.fake_control import FakeControl
 from kvrelay.types import Proof, Reason
@@ -198,9 +197,9 @@ def test_metrics_of_the_router(pages: dict[str, str], tables: Tables) -> None:
     metrics = RouterMetrics([])
     found = [*vars(metrics).values()]
     known = {
-        f"{metric._name}{'_total' if isinstance(metric, Counter) else ''}": set(metric._labelnames)
+        f"{metric.name}{'_total' if isinstance(metric, Counter) else ''}": set(metric.labelnames)
         for metric in found
-        if isinstance(metric, Counter | Gauge | Histogram)
+        if isinstance(metric, Family)
     }
     known |= {family.name: set(family.labels) for family in metrics.timings}
     assert len(known) == len([*metrics.registry.collect()])

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from prometheus_client import Counter, Gauge, Histogram
 
 from kvrelay.router.core.observing.log_line import LogLine
 from kvrelay.router.core.observing.timings import Timings
+from kvrelay.router.counting import Counter, Gauge, Histogram
 from kvrelay.router.metrics import RouterMetrics
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def series() -> dict[str, set[str]]:
     histograms = [(family.name, set(family.labels)) for family in metrics.timings]
     for metric in vars(metrics).values():
         if isinstance(metric, Counter):
-            known[f"{metric._name}_total"] = set(metric._labelnames)
+            known[f"{metric.name}_total"] = set(metric.labelnames)
         elif isinstance(metric, Gauge):
-            known[metric._name] = set(metric._labelnames)
+            known[metric.name] = set(metric.labelnames)
         elif isinstance(metric, Histogram):
-            histograms.append((metric._name, set(metric._labelnames)))
+            histograms.append((metric.name, set(metric.labelnames)))
     for name, labels in histograms:
         known |= {f"{name}_bucket": labels | {"le"}, f"{name}_count": labels, f"{name}_sum": labels}
     return known
