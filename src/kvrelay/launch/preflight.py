@@ -15,6 +15,7 @@ from kvrelay.client.token import read_token
 from kvrelay.errors import ConfigError
 from kvrelay.launch import host
 from kvrelay.launch.core.engine import DEFAULT_CPU_KV_BYTES, ranks_of, replicas_of, stages_of
+from kvrelay.router.tracing import tracing_problem
 from kvrelay.sizes import format_size
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def check(settings: UpSettings) -> None:
         *_check_token(settings.pool.token_file),
         *_check_programs(settings, cpu=cpu),
         *_check_connector(settings, cpu=cpu),
+        *_check_tracing(settings),
     ]
     if not problems:
         problems += _check_memory(settings, cpu=cpu)
@@ -124,6 +126,11 @@ def _check_connector(settings: UpSettings, *, cpu: bool) -> Iterator[str]:
                 f"connector {profile.name}: the package {needed.module} is not installed; {needed.install}, or use "
                 "--connector kvrelay"
             )
+
+
+def _check_tracing(settings: UpSettings) -> Iterator[str]:
+    if settings.otlp_endpoint is not None and (missing := tracing_problem()) is not None:
+        yield missing
 
 
 def _compiles(settings: UpSettings) -> bool:

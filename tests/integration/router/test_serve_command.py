@@ -1,17 +1,21 @@
-"""``kvrelay router serve`` as a process, with a real pool beside it."""
+"""``kvrelay router serve`` as a process, in front of fake engines that are processes too."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 WAIT_S = 30
 
@@ -32,9 +36,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 def start(processes: list[subprocess.Popen[str]], *args: str) -> tuple[subprocess.Popen[str], str]:
     """A process and its first line, which it prints when it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    )
+    process = subprocess.Popen([sys.executable, "-m", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     processes.append(process)
     assert process.stdout is not None
     return process, process.stdout.readline()
@@ -43,8 +45,74 @@ def start(processes: list[subprocess.Popen[str]], *args: str) -> tuple[subproces
 def start_stack(processes: list[subprocess.Popen[str]], *more: str) -> tuple[subprocess.Popen[str], str]:
     urls = [start(processes, "kvrelay.testing.fake_engine")[1].split()[-1] for _ in range(2)]
     process, line = start(
-        processes, "kvrelay.cli.router_main", "--prefill", urls[0], "--decode", urls[1], "--port", "0", *more
+        processes, "kvrelay", "router", "serve", "--prefill", urls[0], "--decode", urls[1], "--port", "0", *more
     )
     found = re.search(r"ready: (http://127\.0\.0\.1:\d+)", line)
     assert found is not None, process.communicate(timeout=WAIT_S)
     return process, found[1]
+
+
+def ask(url: str) -> str:
+    """The hand-over's id."""
+    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        assert answer.status == 200
+        handover: str = answer.headers["x-kvrelay-handover"]
+        return handover
+
+
+def lines_of(path: Path, count: int) -> list[dict[str, str]]:
+    """Wait until there are so many."""
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert time.monotonic() < deadline, "no more lines"
+        time.sleep(0.02)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_it_serves_and_ends_in_order(processes: list[subprocess.Popen[str]]) -> None:
+    router, url = start_stack(processes)
+    assert ask(url).startswith("ho-")
+    router.send_signal(signal.SIGTERM)
+    assert router.wait(WAIT_S) == 0
+
+
+def test_sighup_opens_the_access_log_again_and_the_router_goes_on(
+    processes: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """1. logrotate renames the file. 2. It sends SIGHUP. 3. What comes then is in a new file."""
+    log = tmp_path / "access.log"
+    router, url = start_stack(processes, "--access-log", str(log))
+    first = ask(url)
+    lines_of(log, 1)
+    old = log.rename(tmp_path / "access.log.1")
+    router.send_signal(signal.SIGHUP)
+    lines_of(log, 0)
+    second = ask(url)
+    assert [line["handover"] for line in lines_of(log, 1)] == [second]
+    assert [line["handover"] for line in lines_of(old, 1)] == [first]
+
+
+def test_the_access_log_may_be_standard_output(processes: list[subprocess.Popen[str]]) -> None:
+    router, url = start_stack(processes, "--access-log", "-")
+    handover = ask(url)
+    assert router.stdout is not None
+    assert json.loads(router.stdout.readline())["handover"] == handover
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--access-log", "/no/such/folder/log"], "--access-log /no/such/folder/log cannot be written"),
+        (["--otlp-endpoint", "collector"], "--otlp-endpoint 'collector' is not a URL"),
+        (["--drop-header", "content-type"], "--drop-header content-type: engines cannot read a request without it"),
+    ],
+)
+def test_settings_that_cannot_be_end_it_at_once(args: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "kvrelay", "router", "serve", "--prefill", "http://h:1", "--decode", "http://h:2"]
+    ended = subprocess.run(
+        [*command, "--port", "0", *args], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert ended.returncode == 2
+    assert said in ended.stderr

@@ -273,3 +273,20 @@ def test_the_router_is_told_what_to_do_about_lost_kv() -> None:
     assert after(spec(plan_of({"on_lost_kv": "reprefill"}), "router"), "--on-lost-kv") == "reprefill"
     with pytest.raises(ConfigError, match="with connector nixl decode engines do not tell of lost KV"):
         plan_of({"on_lost_kv": "strict", "connector": "nixl"})
+
+
+def test_router_and_engines_send_their_traces_to_one_collector() -> None:
+    plan = plan_of({"otlp_endpoint": "http://c:4318", "router.access_log": "-"})
+    router = spec(plan, "router")
+    assert (after(router, "--otlp-endpoint"), after(router, "--access-log")) == ("http://c:4318", "-")
+    for name in ("P0", "D0"):
+        engine = spec(plan, name)
+        assert after(engine, "--otlp-traces-endpoint") == "http://c:4318/v1/traces"
+        assert engine.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+        assert engine.env["OTEL_SERVICE_NAME"] == f"vllm-{name}"
+    assert not any("otlp" in argument for process in plan_of().processes for argument in process.argv)
+
+
+def test_a_collector_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"otlp_endpoint = 'collector' .*: it is not a URL"):
+        plan_of({"otlp_endpoint": "collector"})

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from kvrelay.errors import ConfigError
 from kvrelay.launch.core.settings import NO_CONNECTOR, UpSettings, flag_of, leaves, variable_of
 from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.core.observing.settings import is_collector
 from kvrelay.settings import flatten, nest, toml
 from kvrelay.types import Dispatch, OnLostKv
 
@@ -158,6 +159,11 @@ def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
         yield (
             f"dispatch = {settings.dispatch} (from {names['dispatch']}): with connector {settings.connector} decode "
             "engines cannot follow a prefill that is still going on; choose sequential or --connector kvrelay"
+        )
+    if settings.otlp_endpoint is not None and not is_collector(settings.otlp_endpoint):
+        yield (
+            f"otlp_endpoint = {settings.otlp_endpoint!r} (from {names['otlp_endpoint']}): it is not a URL; write "
+            "http://HOST:4318"
         )
     for role, count in counts.items():
         if count == 0:

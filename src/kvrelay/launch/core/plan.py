@@ -15,6 +15,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.launch.core.engine import DEFAULT_CPU_KV_BYTES, engine_arguments, names_of, ranks_of
 from kvrelay.launch.core.placement import bind_cores, give_devices
 from kvrelay.profiles.base import EngineSetup
+from kvrelay.router.core.observing.settings import traces_url
 from kvrelay.types import Dispatch, OnLostKv
 
 if TYPE_CHECKING:
@@ -209,6 +210,9 @@ class _Planner:
             env |= profile.environment(setup)
         if role.kv_cache_memory is not None:
             env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the argument
+        if (endpoint := self._settings.otlp_endpoint) is not None:
+            argv += ["--otlp-traces-endpoint", traces_url(endpoint)]
+            env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{name}", **env}
         cpu_kv_unsized = not self._facts.devices and "VLLM_CPU_KVCACHE_SPACE" not in env | role.env
         argv += engine_arguments(role, default_kv_bytes=DEFAULT_CPU_KV_BYTES if cpu_kv_unsized else None)
         return ProcessSpec(
@@ -234,6 +238,10 @@ class _Planner:
             argv += ["--on-lost-kv", settings.on_lost_kv]
         if settings.dispatch != Dispatch.SEQUENTIAL:
             argv += ["--dispatch", settings.dispatch]
+        if settings.otlp_endpoint is not None:
+            argv += ["--otlp-endpoint", settings.otlp_endpoint]
+        if settings.router.access_log is not None:
+            argv += ["--access-log", settings.router.access_log]
         if settings.profile and settings.profile.uses_pool:
             argv += ["--pool", f"unix:{self._pool_socket}"]
             if settings.pool.token_file:

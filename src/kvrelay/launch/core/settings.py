@@ -108,6 +108,9 @@ class PoolSettings(Settings):
 class RouterSettings(Settings):
     """The router, in front of the engines."""
 
+    access_log: str | None = Field(
+        default=None, description="file for one line of JSON for each request, or - for standard output"
+    )
     args: Arguments = Field(default=(), description="more arguments for `kvrelay router serve`")
 
 
@@ -129,6 +132,10 @@ class UpSettings(Settings):
         default=OnLostKv.RECOMPUTE, description="when a decode engine cannot have the KV it was promised"
     )
     dispatch: Dispatch = Field(default=Dispatch.SEQUENTIAL, description="when a decode engine is sent a request")
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="an OpenTelemetry collector for traces of router and engines, such as http://127.0.0.1:4318",
+    )
     ready_timeout_s: float = Field(default=900.0, gt=0, le=86400, description="seconds until everything must be ready")
     drain_timeout_s: float = Field(default=10.0, ge=0, le=3600, description="seconds running requests get at the end")
     on_exit: Literal["keep", "stop", "wait"] = Field(

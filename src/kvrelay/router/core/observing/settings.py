@@ -30,25 +30,30 @@ class Observing(Struct, frozen=True, kw_only=True):
     @property
     def traces_url(self) -> str | None:
         """Where spans are sent."""
-        if self.otlp_endpoint is None:
-            return None
-        plain = self.otlp_endpoint.rstrip("/")
-        return plain if plain.endswith(TRACES) else plain + TRACES
+        return None if self.otlp_endpoint is None else traces_url(self.otlp_endpoint)
+
+
+def traces_url(endpoint: str) -> str:
+    """Where a collector takes spans. ``endpoint``: its own URL, or that one already."""
+    plain = endpoint.rstrip("/")
+    return plain if plain.endswith(TRACES) else plain + TRACES
+
+
+def is_collector(endpoint: str) -> bool:
+    """Whether a text is a collector's URL."""
+    try:
+        parts = urlsplit(endpoint)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and not parts.query and parts.port != 0
+    except ValueError:
+        return False
 
 
 def observing_problems(settings: Observing) -> Iterator[str]:
     """What is wrong with the settings."""
     if settings.access_log == "":
         yield "--access-log is empty: give a file, or - for standard output"
-    if settings.otlp_endpoint is not None:
-        try:
-            parts = urlsplit(settings.otlp_endpoint)
-            sound = parts.scheme in {"http", "https"} and bool(parts.hostname) and not parts.query
-            sound = sound and parts.port != 0
-        except ValueError:
-            sound = False
-        if not sound:
-            yield f"--otlp-endpoint {settings.otlp_endpoint!r} is not a URL: write http://HOST:4318"
+    if settings.otlp_endpoint is not None and not is_collector(settings.otlp_endpoint):
+        yield f"--otlp-endpoint {settings.otlp_endpoint!r} is not a URL: write http://HOST:4318"
     if not 0 <= settings.trace_ratio <= 1:
         yield f"--trace-ratio {settings.trace_ratio:g} is out of range: give 0 to 1"
     yield from problems_of(settings.headers)
