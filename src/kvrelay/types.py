@@ -50,6 +50,8 @@ class Dispatch(StrEnum):
     """When the prefill leg has been answered."""
     OVERLAPPED = "overlapped"
     """When the prefill leg has been sent: the decode side takes each layer as it is computed."""
+    DECODE_FIRST = "decode-first"
+    """At once; a prefill leg is sent if the decode side lacks any of the KV, and then the decode leg again."""
 
 
 class Lost(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import resource
 import signal
 from typing import TYPE_CHECKING
 
+from kvrelay.cli import routing
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
@@ -79,6 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--dispatch", default=_DEFAULTS.dispatch, metavar="WAY",
         help=f"when a decode leg is sent: {', '.join(Dispatch)} (%(default)s)",
     )  # fmt: skip
+    routing.add_arguments(serve)
     serve.add_argument(
         "--max-body-mib",
         type=int,
@@ -129,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
             on_lost_kv=args.on_lost_kv,
             max_reprefills=args.max_reprefills,
             dispatch=args.dispatch,
+            routing=routing.settings_of(args),
             max_body_mib=args.max_body_mib,
             observing=Observing(
                 access_log=args.access_log,

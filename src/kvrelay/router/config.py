@@ -11,6 +11,7 @@ from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.fleet import Address, parse_address
 from kvrelay.router.core.observing.settings import Observing, observing_problems
+from kvrelay.router.core.routing import RoutingSettings, routing_problems
 from kvrelay.router.tracing import tracing_problem
 from kvrelay.transport.address import parse_address as parse_pool_address
 from kvrelay.types import Dispatch, OnLostKv
@@ -41,6 +42,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     on_lost_kv: str = "recompute"
     max_reprefills: int = 1
     dispatch: str = "sequential"
+    routing: RoutingSettings = RoutingSettings()
     max_body_mib: int = 64
     observing: Observing = Observing()
 
@@ -63,6 +65,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     on_lost_kv: OnLostKv
     max_reprefills: int
     dispatch: Dispatch
+    routing: RoutingSettings
     max_body_bytes: int
     observing: Observing
 
@@ -114,6 +117,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     problems += _lost_kv_problems(settings)
     problems += _dispatch_problems(settings)
     problems += _observing_problems(settings.observing)
+    problems += routing_problems(settings.routing, hands_over=profile is None or profile.hands_over)
     if problems:
         raise ConfigError(*problems)
     return RouterConfig(
@@ -132,6 +136,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         on_lost_kv=OnLostKv(settings.on_lost_kv),
         max_reprefills=settings.max_reprefills,
         dispatch=Dispatch(settings.dispatch),
+        routing=settings.routing,
         max_body_bytes=settings.max_body_mib << 20,
         observing=settings.observing,
     )
@@ -169,6 +174,16 @@ def _dispatch_problems(settings: RouterSettings) -> Iterator[str]:
             )
         elif settings.pool is None:
             yield "--dispatch overlapped needs --pool, through which the decode side follows; or: sequential"
+    elif settings.dispatch == Dispatch.DECODE_FIRST:
+        profile = PROFILES.get(settings.connector)
+        if profile is not None and not profile.tells_of_losses:
+            able = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.tells_of_losses))
+            yield (
+                f"--dispatch decode-first: with --connector {settings.connector} decode engines do not tell what they "
+                f"lack; choose sequential, or one of these connectors: {able}"
+            )
+        elif settings.pool is None:
+            yield "--dispatch decode-first needs --pool, through which the decode side tells; or: sequential"
 
 
 def _addresses(flag: str, urls: Sequence[str], problems: list[str]) -> tuple[Address, ...]:

@@ -23,7 +23,7 @@ from kvrelay.router.relay import Relay, is_events
 from kvrelay.types import Lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from kvrelay.router.core.fleet import Engine
@@ -41,7 +41,7 @@ _FINAL = frozenset({EngineSilentError.code, LOST_CODE})
 class Decoding:
     """Decode legs, and what they pass on to the client."""
 
-    __slots__ = ("_attempt", "_handover", "_prefilling", "_relay")
+    __slots__ = ("_attempt", "_handover", "_prefer", "_prefilling", "_relay")
 
     def __init__(self, handover: Handover, prefilling: Prefilling) -> None:
         """``prefilling``: done, or going on beside."""
@@ -49,17 +49,18 @@ class Decoding:
         self._prefilling = prefilling
         self._attempt = 0
         """Decode legs sent."""
+        self._prefer = ""
+        """Who was asked already, and has what it has."""
         self._relay: Relay | None = None
         """Set once the client has something of an answer."""
 
     async def run(self) -> str | Action:
         """The outcome; or what to do first, the decode side having lost the KV."""
         handover = self._handover
-        router = handover.router
         tried: list[Engine] = [*handover.strangers[Role.DECODE]]
         suspicion = Suspicion()
         last: Repelled | Refusal = Refusal(503, "unreachable", "No decode engine is there to answer")
-        while (engine := router.engines.pick(Role.DECODE, tried)) is not None:
+        while (engine := self._next(tried, last)) is not None:
             tried.append(engine)
             handover.record.decode = engine.name
             handover.step(Event.DECODE_SENT)
@@ -81,6 +82,20 @@ class Decoding:
             return handover.refuse(last)
         last.give(handover.reply, handover.own_headers())
         return "error" if last.status >= 500 else "client_error"
+
+    def _next(self, tried: Sequence[Engine], last: Repelled | Refusal) -> Engine | None:
+        """Who is asked next. When no decode engine lives, a prefill engine may answer alone, and proves nothing."""
+        handover, record = self._handover, self._handover.record
+        routing, engines, view = handover.router.routing, handover.router.engines, handover.described.view
+        prefer = self._prefer or (record.verdict.decode if record.verdict is not None else "")
+        engine = engines.pick(Role.DECODE, tried, view, prefer)
+        if engine is not None or not routing.colocated_fallback or handover.recovery.proves or is_busy(last.status):
+            return engine
+        engine = engines.pick(Role.PREFILL, [*tried, *handover.strangers[Role.PREFILL]], view, record.prefill)
+        if engine is not None:
+            handover.detour("colocated", engine)
+            handover.drop_ticket()
+        return engine
 
     # --- one leg ---
 
@@ -112,7 +127,8 @@ class Decoding:
         handover = self._handover
         silence_s = handover.router.timeouts.decode_s
         try:
-            async with handover.router.engines.ask(engine, self._message(engine), timeout_s=silence_s) as call:
+            message, num_tokens = self._message(engine), handover.described.view.num_tokens
+            async with handover.router.engines.ask(engine, message, timeout_s=silence_s, num_tokens=num_tokens) as call:
                 return await self._pass_on(engine, call, silence_s)
         except EngineError as error:
             handover.detour(f"decode_{error.code}", engine)
@@ -126,6 +142,8 @@ class Decoding:
 
     def _message(self, engine: Engine) -> Leg:
         handover, record = self._handover, self._handover.record
+        if engine.role is Role.PREFILL:
+            return handover.outgoing.to(engine, handover.body.decode(None))
         leg = DecodeLeg(
             handover=record.life.name,
             worker=engine.name,
@@ -159,10 +177,13 @@ class Decoding:
                 handover.detour("unproven", engine)
                 return refused
         trailer = partial(proof_comment, handover) if handover.wishes.proof else None
-        on_first_byte = partial(self._on_first_byte, call)
+        on_first_byte = partial(self._on_first_byte, engine, call)
         self._relay = Relay(call, handover.reply, own, on_first_byte, trailer, self._begins(call))
+        routing = handover.router.routing
+        self._relay.counts_events = routing.measures
         await self._relay.run(silence_s=silence_s)
         handover.step(Event.LAST_BYTE)
+        routing.streamed(handover.record, engine, self._relay.num_events)
         return "ok" if call.status < 400 else "client_error"
 
     def _begins(self, call: Call) -> Callable[[bytes], bool]:
@@ -171,9 +192,11 @@ class Decoding:
             return Preamble().feed
         return bool
 
-    def _on_first_byte(self, call: Call) -> None:
+    def _on_first_byte(self, engine: Engine, call: Call) -> None:
         handover = self._handover
         handover.step(Event.FIRST_BYTE)
+        if call.status == 200:
+            handover.router.routing.answering(handover, engine, streamed=is_events(call.headers))
         self._prefilling.stop_soon()
         if call.status < 400:
             ttft_s = handover.record.life.ttft_s
@@ -185,8 +208,12 @@ class Decoding:
 
     def _on_lost(self, engine: Engine, lost: Lost) -> Action:
         handover = self._handover
-        action = handover.recovery.lost(lost)
-        handover.detour("kv_lost", engine)
+        asked_first = handover.recovery.asks_first
+        action = handover.recovery.lost(lost, spare=handover.router.routing.spare)
+        if asked_first and handover.router.routing.asked(handover, engine, lost, action):
+            self._prefer = engine.name
+        else:
+            handover.detour("kv_lost", engine)
         handover.router.metrics.kv_lost.labels(lost.lost, action.name.lower()).inc()
         logger.debug("%s: %s, so: %s", handover.record.life.name, lost, action.name.lower())
         handover.record.losses.append(lost)

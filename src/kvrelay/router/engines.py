@@ -102,6 +102,11 @@ class Engines:
         """Prefill engines, then decode engines."""
         return self.prefills + self.decodes
 
+    @property
+    def now(self) -> float:
+        """On the clock that loads and rests are measured by, in seconds."""
+        return asyncio.get_running_loop().time()
+
     def pick(
         self, role: Role, tried: Collection[Engine] = (), request: RequestView = NO_REQUEST, prefer: str = ""
     ) -> Engine | None:

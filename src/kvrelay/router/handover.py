@@ -35,8 +35,8 @@ class Handover:
     """One request."""
 
     __slots__ = (
-        "body", "carried", "outgoing", "record", "recovery", "reply", "request", "router", "strangers", "ticket",
-        "wishes",
+        "body", "carried", "described", "outgoing", "record", "recovery", "reply", "request", "router", "strangers",
+        "ticket", "wishes",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,7 @@ class Handover:
         self.ticket: Ticket | None = None
         self.strangers = NO_STRANGERS
         """By role, the engines that are not asked, whatever becomes of the others."""
+        self.described = router.routing.describe(request, body.fields)
 
     async def run(self) -> str:
         """Answer. The outcome, for the metrics."""
@@ -90,6 +91,8 @@ class Handover:
         prefilling = Prefilling(self)
         if bypass:
             self.detour(bypass)
+        elif self._goes_alone() or self._asks_first():
+            pass
         elif self._overlaps:
             async with prefilling.beside():
                 return await self._answer(prefilling)
@@ -104,6 +107,7 @@ class Handover:
             if answered is Action.REPREFILL:
                 self.detour("reprefill")
                 self.carried, self.record.prefill = None, ""
+            if answered is not Action.RECOMPUTE:
                 await prefilling.run()
         return answered
 
@@ -129,6 +133,20 @@ class Handover:
         prefills = self.router.engines.prefills
         return "other_model" if prefills and len(self.strangers[Role.PREFILL]) == len(prefills) else ""
 
+    def _goes_alone(self) -> bool:
+        """Whether the prompt is not worth a prefill engine."""
+        verdict = self.record.verdict = self.router.routing.judge(self)
+        if verdict is None or not verdict.alone:
+            return False
+        self.detour(verdict.why)
+        return True
+
+    def _asks_first(self) -> bool:
+        """Whether the decode side is to say whether there is anything to prefill."""
+        asks = self.router.dispatch is Dispatch.DECODE_FIRST and self.ticket is not None
+        self.recovery.asks_first = asks and not self.body.is_beam_search
+        return self.recovery.asks_first
+
     @property
     def _overlaps(self) -> bool:
         """Whether the decode leg follows the prefill leg: not where more than its answer is waited for."""
@@ -151,12 +169,18 @@ class Handover:
         if ticket.settling is None or self.record.life.state is not State.DONE:
             desk.end(ticket)
 
+    def drop_ticket(self) -> None:
+        """Nothing will be handed over any more."""
+        if self.ticket is not None and self.router.desk is not None:
+            self.router.desk.end(self.ticket)
+        self.ticket = None
+
     # --- for the legs ---
 
     @property
     def listens(self) -> bool:
         """Whether anything depends on what the decode side tells before its answer is passed on."""
-        return self.wishes.proof or self.wishes.policy is not OnLostKv.RECOMPUTE
+        return self.wishes.proof or self.wishes.policy is not OnLostKv.RECOMPUTE or self.recovery.asks_first
 
     def step(self, event: Event) -> None:
         """Something happened to the request."""

@@ -49,6 +49,14 @@ class RouterMetrics:
             "kvrelay_router_picks", "Engines chosen, by policy and by why it chose them",
             ("role", "policy", "why"), registry=registry,
         )  # fmt: skip
+        self.decisions = Counter(
+            "kvrelay_router_decisions", "Prompts by whether they were worth a prefill engine, and why",
+            ("decision", "why"), registry=registry,
+        )  # fmt: skip
+        self.disaggregate_above = Gauge(
+            "kvrelay_router_disaggregate_above_tokens", "Longer prompts are worth a prefill engine, as things stand",
+            registry=registry,
+        )  # fmt: skip
         self._in_flight = Gauge(
             "kvrelay_router_in_flight", "Requests on engines now, by role", ("role",), registry=registry
         )

@@ -60,8 +60,10 @@ class Prefilling:
         suspicion = Suspicion()
         deadline = record.life.timestamps["issued"] + router.timeouts.handover_s
         while (left_s := min(router.timeouts.prefill_s, deadline - router.now())) > 0:
-            engine = router.engines.pick(Role.PREFILL, tried)
+            engine = router.engines.pick(Role.PREFILL, tried, handover.described.view)
             if engine is None or handover.reply.started:
+                if engine is None and len(tried) == len(handover.strangers[Role.PREFILL]):
+                    handover.detour("no_prefill_engine")
                 return
             tried.append(engine)
             handover.step(Event.PREFILL_SENT)
@@ -117,9 +119,13 @@ class Prefilling:
         deadline = router.now() + timeout_s
         params = router.profile.prefill_params(record.life.name, engine.name, handover.body)
         leg = handover.outgoing.to(engine, handover.body.prefill(params))
+        num_tokens = handover.described.view.num_tokens
+        began = router.now()
         try:
             on_sent = partial(self._on_sent, engine)
-            async with router.engines.ask(engine, leg, timeout_s=timeout_s, on_sent=on_sent) as call:
+            async with router.engines.ask(
+                engine, leg, timeout_s=timeout_s, on_sent=on_sent, num_tokens=num_tokens
+            ) as call:
                 left_s = max(0.0, deadline - router.now())
                 answer = await call.read(limit_bytes=MAX_PREFILL_ANSWER_BYTES, timeout_s=left_s)
                 status = call.status
@@ -132,6 +138,7 @@ class Prefilling:
             record.prefill = ""
             handover.detour("prefill_refused", engine)
             return None
+        router.routing.prefilled(handover.described, engine, answer, router.now() - began)
         handover.carried = router.profile.carry(answer)
         if handover.carried is None:
             handover.detour("nothing_to_carry", engine)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.router.models import Catalogue
+    from kvrelay.router.routing import Routing
     from kvrelay.router.tickets import TicketDesk
 
 
@@ -65,6 +66,7 @@ class Disaggregator:
         metrics: RouterMetrics,
         timeouts: Timeouts,
         lost_kv: LostKv,
+        routing: Routing,
         now: Callable[[], float],
         *,
         dispatch: Dispatch = Dispatch.SEQUENTIAL,
@@ -72,6 +74,7 @@ class Disaggregator:
         """``now``: Unix time, for the records."""
         self.dispatch = dispatch
         self.lost_kv = lost_kv
+        self.routing = routing
         self.engines = engines
         self.catalogue = catalogue
         self.profile = profile

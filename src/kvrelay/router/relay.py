@@ -22,7 +22,9 @@ EVENT_STREAM = b"text/event-stream"
 class Relay:
     """Joins a call to a reply."""
 
-    __slots__ = ("_begins", "_call", "_cutter", "_framed", "_on_first_byte", "_reply", "_trailer")
+    __slots__ = (
+        "_begins", "_call", "_cutter", "_framed", "_on_first_byte", "_reply", "_trailer", "counts_events", "num_events",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -38,6 +40,9 @@ class Relay:
         ``on_first_byte``: called when the body begins, which ``begins`` tells of each piece. ``trailer``: what comes
         after a stream's last event.
         """
+        self.counts_events = False
+        """Whether `num_events` is wanted."""
+        self.num_events = 0
         self._trailer = trailer
         self._begins = begins
         self._call = call
@@ -80,6 +85,8 @@ class Relay:
         if self._on_first_byte is not None and self._begins(data):
             self._on_first_byte()
             self._on_first_byte = None
+        if self.counts_events:
+            self.num_events += data.count(b"\n\n")
         last = self._call.whole and self._trailer is None
         if self._cutter is not None:
             data = self._cutter.feed(data)

@@ -27,6 +27,7 @@ from kvrelay.router.observer import Observer
 from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
 from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
+from kvrelay.router.routing import Routing
 from kvrelay.router.tickets import TicketDesk
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class RouterService:
         self._metrics = metrics = RouterMetrics(prefills + decodes)
         self.engines = engines = Engines(
             prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics,
-            header_rules=rules_of(config.observing.headers),
+            header_rules=rules_of(config.observing.headers), policies=config.routing.make_policies(),
         )  # fmt: skip
         self._desk = None
         census = Census({engine.name for engine in engines.all}, metrics)
@@ -90,6 +91,7 @@ class RouterService:
             metrics,
             timeouts,
             LostKv(policy=config.on_lost_kv, max_reprefills=config.max_reprefills),
+            Routing(config.routing, engines, metrics),
             now,
             dispatch=config.dispatch,
         )

@@ -269,6 +269,29 @@ def test_devices_are_dealt_in_order() -> None:
     assert give_devices(["a", "b", "c"], [1, 2]) == ["a", "b,c"]
 
 
+def test_the_router_is_told_where_to_send_requests() -> None:
+    router = spec(
+        plan_of(
+            {
+                "router.policy": "least-loaded",
+                "router.decode_policy": "prefix-aware:threshold=0.3",
+                "router.disaggregate_above": "auto",
+                "router.colocated_fallback": "true",
+            }
+        ),
+        "router",
+    )
+    assert after(router, "--policy") == "least-loaded"
+    assert after(router, "--decode-policy") == "prefix-aware:threshold=0.3"
+    assert after(router, "--disaggregate-above") == "auto"
+    assert "--colocated-fallback" in router.argv
+    assert "--prefill-policy" not in router.argv
+    with pytest.raises(ConfigError, match="--policy 'best' is not a policy"):
+        plan_of({"router.policy": "best"})
+    with pytest.raises(ConfigError, match="do not tell what they lack"):
+        plan_of({"dispatch": "decode-first", "connector": "nixl"})
+
+
 def test_the_router_is_told_what_to_do_about_lost_kv() -> None:
     assert after(spec(plan_of({"on_lost_kv": "reprefill"}), "router"), "--on-lost-kv") == "reprefill"
     with pytest.raises(ConfigError, match="with connector nixl decode engines do not tell of lost KV"):

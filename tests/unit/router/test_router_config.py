@@ -97,11 +97,21 @@ def test_policies_for_lost_kv_need_a_pool_and_a_connector_that_tells() -> None:
             check_settings(settings(**changes))
 
 
+def test_decode_first_dispatch_needs_a_pool_and_a_connector_that_tells() -> None:
+    assert check_settings(settings(pool="unix:/p", dispatch="decode-first")).dispatch is Dispatch.DECODE_FIRST
+    for changes, said in (
+        ({"dispatch": "decode-first"}, "needs --pool"),
+        ({"dispatch": "decode-first", "connector": "nixl"}, "one of these connectors: direct, kvrelay"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_settings(settings(**changes))
+
+
 def test_overlapped_dispatch_needs_a_pool_and_a_connector_that_can_follow() -> None:
     assert check_settings(settings(pool="unix:/p", dispatch="overlapped")).dispatch is Dispatch.OVERLAPPED
     assert check_settings(settings()).dispatch is Dispatch.SEQUENTIAL
     for changes, said in (
-        ({"dispatch": "at once"}, "choose one of sequential, overlapped"),
+        ({"dispatch": "at once"}, "choose one of sequential, overlapped, decode-first"),
         ({"dispatch": "overlapped"}, "needs --pool"),
         ({"dispatch": "overlapped", "connector": "nixl"}, "choose sequential, or one of these connectors: "),
     ):

@@ -16,6 +16,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.launch.core.settings import NO_CONNECTOR, UpSettings, flag_of, leaves, variable_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.observing.settings import is_collector
+from kvrelay.router.core.routing import routing_problems
 from kvrelay.settings import flatten, nest, toml
 from kvrelay.types import Dispatch, OnLostKv
 
@@ -139,6 +140,19 @@ def _hands_over(connector: object) -> bool:
     return profile.hands_over if profile else connector != NO_CONNECTOR
 
 
+def _dispatch_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
+    profile, lacking = settings.profile, ""
+    if settings.dispatch == Dispatch.DECODE_FIRST and not (profile is not None and profile.tells_of_losses):
+        lacking = "do not tell what they lack"
+    if settings.dispatch == Dispatch.OVERLAPPED and not (profile is not None and profile.overlaps):
+        lacking = "cannot follow a prefill that is still going on"
+    if lacking:
+        yield (
+            f"dispatch = {settings.dispatch} (from {names['dispatch']}): with connector {settings.connector} decode "
+            f"engines {lacking}; choose sequential or --connector kvrelay"
+        )
+
+
 def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
     counts = {"prefill": settings.prefill.count, "decode": settings.decode.count}
     if not _hands_over(settings.connector):
@@ -155,16 +169,14 @@ def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
             f"on_lost_kv = {settings.on_lost_kv} (from {names['on_lost_kv']}): with connector {settings.connector} "
             "decode engines do not tell of lost KV; choose recompute or --connector kvrelay"
         )
-    if settings.dispatch != Dispatch.SEQUENTIAL and not (settings.profile is not None and settings.profile.overlaps):
-        yield (
-            f"dispatch = {settings.dispatch} (from {names['dispatch']}): with connector {settings.connector} decode "
-            "engines cannot follow a prefill that is still going on; choose sequential or --connector kvrelay"
-        )
     if settings.otlp_endpoint is not None and not is_collector(settings.otlp_endpoint):
         yield (
             f"otlp_endpoint = {settings.otlp_endpoint!r} (from {names['otlp_endpoint']}): it is not a URL; write "
             "http://HOST:4318"
         )
+    yield from _dispatch_problems(settings, names)
+    for problem in routing_problems(settings.router.routing, hands_over=_hands_over(settings.connector)):
+        yield f"router: {problem}"
     for role, count in counts.items():
         if count == 0:
             origin = names[f"{role}.count"]

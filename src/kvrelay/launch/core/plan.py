@@ -242,6 +242,7 @@ class _Planner:
             argv += ["--otlp-endpoint", settings.otlp_endpoint]
         if settings.router.access_log is not None:
             argv += ["--access-log", settings.router.access_log]
+        argv += settings.router.routing.arguments
         if settings.profile and settings.profile.uses_pool:
             argv += ["--pool", f"unix:{self._pool_socket}"]
             if settings.pool.token_file:

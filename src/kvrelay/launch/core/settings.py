@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvrelay.profiles.base import Pool
 from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.settings import Settings, leaves_of
 from kvrelay.sizes import parse_size
 from kvrelay.types import Dispatch, OnLostKv
@@ -108,10 +109,30 @@ class PoolSettings(Settings):
 class RouterSettings(Settings):
     """The router, in front of the engines."""
 
+    policy: str = Field(default="round-robin", description="which engine is asked (docs/router-routing.md)")
+    prefill_policy: str | None = Field(default=None, description="for prefill engines (as router.policy if unset)")
+    decode_policy: str | None = Field(default=None, description="for decode engines (as router.policy if unset)")
+    session_header: str = Field(default="x-session-id", description="header that names a request's session")
+    disaggregate_above: str = Field(
+        default="0", description="shorter prompts go to a decode engine alone: tokens, or auto to learn the number"
+    )
+    colocated_fallback: bool = Field(default=False, description="let a prefill engine answer when no decode engine can")
     access_log: str | None = Field(
         default=None, description="file for one line of JSON for each request, or - for standard output"
     )
     args: Arguments = Field(default=(), description="more arguments for `kvrelay router serve`")
+
+    @property
+    def routing(self) -> RoutingSettings:
+        """As the router has them."""
+        return RoutingSettings(
+            policy=self.policy,
+            prefill_policy=self.prefill_policy,
+            decode_policy=self.decode_policy,
+            session_header=self.session_header,
+            disaggregate_above=self.disaggregate_above,
+            colocated_fallback=self.colocated_fallback,
+        )
 
 
 class UpSettings(Settings):

@@ -8,19 +8,21 @@ import math
 class Smoothed:
     """A mean in which what was measured counts less as it ages: half of it after ``half_life_s``."""
 
-    __slots__ = ("_at", "_half_life_s", "_weight", "value")
+    __slots__ = ("_at", "_half_life_s", "_weight", "count", "value")
 
     def __init__(self, half_life_s: float) -> None:
         """Nothing is measured yet."""
         self._half_life_s = half_life_s
         self._weight = 0.0
         self._at = 0.0
+        self.count = 0
         self.value: float | None = None
 
     def add(self, measured: float, now: float) -> None:
         """One more. The mean of the first few is their plain mean."""
         self._weight = self._weight * math.exp2(-max(0.0, now - self._at) / self._half_life_s) + 1.0
         self._at = now
+        self.count += 1
         self.value = measured if self.value is None else self.value + (measured - self.value) / self._weight
 
 

@@ -12,8 +12,10 @@ from kvrelay.router.core.lifecycle import TIMESTAMPS, Lifecycle
 from kvrelay.router.core.summary import Summary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
+    from kvrelay.router.core.conditional import Verdict
     from kvrelay.types import Lost, OnLostKv, Proof
 
 MAX_RECORDS = 1_024
@@ -47,6 +49,10 @@ class Record(Struct, eq=False):
     """The proof of the most recomputed tokens."""
     losses: list[Lost] = field(default_factory=list)
     """What decode legs that were broken off could not have."""
+    verdict: Verdict | None = None
+    """What was decided about its prompt, where that was a question."""
+    on_proof: Callable[[Proof], None] | None = None
+    """Who wants to know what the decode side tells."""
 
     @property
     def num_proofs(self) -> int:
@@ -74,6 +80,9 @@ class Record(Struct, eq=False):
     def prove(self, proof: Proof) -> None:
         """The decode side tells what it found."""
         self.summary.add(proof)
+        if self.on_proof is not None:
+            self.on_proof(proof)
+            self.on_proof = None
         if self.worst is None or proof.recomputed_tokens > self.worst.recomputed_tokens:
             self.worst = proof
         if len(self.proofs) < MAX_PROOFS:
@@ -90,6 +99,7 @@ class Record(Struct, eq=False):
             "policy": self.policy,
             "prefills": self.prefills,
             "detours": self.detours,
+            "verdict": self.verdict,
             "proofs": self.proofs,
             "num_proofs": self.num_proofs,
             "losses": self.losses,

@@ -26,6 +26,8 @@ HOPELESS = frozenset({Reason.POOL_DOWN, Reason.TIMEOUT, Reason.PROMPT_LOGPROBS})
 class Action(Enum):
     """What to do about lost KV."""
 
+    PREFILL = auto()
+    """The decode side was asked first, and does not have it all: have it prefilled."""
     REPREFILL = auto()
     RECOMPUTE = auto()
     """Send the decode leg again: this time it is to compute what is missing."""
@@ -35,11 +37,13 @@ class Action(Enum):
 class Recovery:
     """One request's policy, and what is left of its budget."""
 
-    __slots__ = ("_reprefills", "policy")
+    __slots__ = ("_reprefills", "asks_first", "policy")
 
     def __init__(self, policy: OnLostKv, *, max_reprefills: int) -> None:
         """``max_reprefills``: how often the prompt may be prefilled again."""
         self.policy = policy
+        self.asks_first = False
+        """Whether nothing was prefilled yet, and the decode side is to say whether that is needed."""
         self._reprefills = max_reprefills
 
     @property
@@ -49,14 +53,19 @@ class Recovery:
 
     def promise(self, prefill: str) -> OnLostKv:
         """What the next decode leg's engine is told. ``prefill``: who prefilled, empty if nobody did."""
-        if self.policy is OnLostKv.STRICT:
-            return self.policy
+        if self.policy is OnLostKv.STRICT or self.asks_first:
+            return OnLostKv.STRICT
         if not prefill or (self.policy is OnLostKv.REPREFILL and not self._reprefills):
             return OnLostKv.RECOMPUTE
         return self.policy
 
-    def lost(self, lost: Lost) -> Action:
-        """The decode leg's engine cannot have the KV."""
+    def lost(self, lost: Lost, *, spare: int = 0) -> Action:
+        """The decode leg's engine cannot have the KV. ``spare``: so many tokens are not worth a prefill engine."""
+        if self.asks_first:
+            self.asks_first = False
+            if lost.lost not in HOPELESS and (self.proves or lost.missing_tokens > spare):
+                return Action.PREFILL
+            return Action.REFUSE if self.proves else Action.RECOMPUTE
         if self.proves:
             return Action.REFUSE
         if lost.lost in HOPELESS or not self._reprefills:

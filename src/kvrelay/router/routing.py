@@ -1,0 +1,258 @@
+"""Where a request goes, on the shell's side: what the cores want to know of it, and what is learnt from how it went."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Raw, Struct
+
+from kvrelay.router.core.conditional import Conditional, FixedThreshold, LearntThreshold, Verdict
+from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.legs import text_of
+from kvrelay.router.core.load import Smoothed
+from kvrelay.router.core.policy.base import RequestView, Want
+from kvrelay.router.core.policy.prefixes import PrefixTracker, bytes_up_to, chain
+from kvrelay.router.core.prompts import Prompt, TokenRates, has_media, read_prompt
+from kvrelay.router.core.recovery import HOPELESS, Action
+from kvrelay.router.core.routing import RoutingSettings
+from kvrelay.types import OnLostKv
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.legs import Fields
+    from kvrelay.router.core.records import Record
+    from kvrelay.router.engines import Engines
+    from kvrelay.router.handover import Handover
+    from kvrelay.router.http.messages import Request
+    from kvrelay.router.metrics import RouterMetrics
+    from kvrelay.types import Lost, Proof
+
+CAPACITY = 1 << 17
+"""Pieces of prompts remembered of the decode engines' caches."""
+MIN_TRUSTED_TOKENS = 64
+"""From here on it is compared what an engine was thought to have, and what it says it had."""
+TRUST_HALF_LIFE_S = 300.0
+_RATES = (0.25, 16.0)
+"""Bytes per token that are those of text."""
+_NULL = Raw(b"null")
+_SESSION_FIELDS = ("prompt_cache_key", "user")
+
+
+class _Usage(Struct):
+    prompt_tokens: int = 0
+
+
+class _Answer(Struct):
+    usage: _Usage | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class Described(Struct, frozen=True):
+    """A request, read once."""
+
+    view: RequestView
+    prompt: Prompt
+
+    def tokens_up_to(self, depth: int) -> int:
+        """About how many of the prompt's tokens are in its first pieces."""
+        return self.view.num_tokens * bytes_up_to(depth) // self.prompt.num_bytes if depth else 0
+
+
+class Routing:
+    """One for a router."""
+
+    def __init__(self, settings: RoutingSettings, engines: Engines, metrics: RouterMetrics) -> None:
+        """Engines' policies are those of ``engines``."""
+        self.colocated_fallback = settings.colocated_fallback
+        self._session_header = settings.session_header.lower().encode()
+        self._engines = engines
+        self._metrics = metrics
+        self._rates = TokenRates()
+        self.conditional: Conditional | None = None
+        """None: every prompt that can be is prefilled on a prefill engine."""
+        if settings.is_conditional:
+            above = settings.above
+            threshold = LearntThreshold(random.Random()) if above is None else FixedThreshold(above)  # noqa: S311
+            self.conditional = Conditional(threshold)
+            metrics.disaggregate_above.set(threshold.above)
+        self._held = PrefixTracker(CAPACITY)
+        """What decode engines have in their caches, if nothing gave way there ..."""
+        self._trust: dict[str, Smoothed] = {}
+        """... and how much of it they turned out to have, as their proofs say."""
+        wants = {want for picker in engines.pickers.values() for want in picker.policy.wants}
+        self.measures = Want.LATENCY in wants
+        self._wants_prefix = Want.PREFIX in wants or self.conditional is not None
+        self._wants_session = Want.SESSION in wants
+        self._learns = settings != RoutingSettings()
+
+    @property
+    def spare(self) -> int:
+        """How many tokens are not worth a prefill engine."""
+        return self.conditional.threshold.above if self.conditional is not None else 0
+
+    # --- before ---
+
+    def describe(self, request: Request, fields: Fields) -> Described:
+        """What is wanted of a request whose body was taken apart."""
+        prompt = read_prompt(fields)
+        model = text_of(fields, "model")
+        salt = text_of(fields, "cache_salt")
+        tokens = prompt.exact if prompt.exact is not None else self._rates.estimate(model, prompt.num_bytes)
+        prefix = chain(f"{model}\0{salt}".encode(), prompt.parts) if self._wants_prefix else ()
+        session = self._session(request, fields) if self._wants_session else b""
+        return Described(RequestView(tokens, session, prefix, model=model, salt=salt), prompt)
+
+    def judge(self, handover: Handover) -> Verdict | None:
+        """Whether a decode engine is to do it alone; None where that is no question."""
+        if self.conditional is None or handover.recovery.policy is OnLostKv.STRICT:
+            return None
+        described, strangers = handover.described, handover.strangers[Role.DECODE]
+        prompt, tokens = described.prompt, described.view.num_tokens
+        decode, cached = self._holder(described, strangers)
+        verdict = self.conditional.judge(tokens, sized=prompt.sized, cached=cached, decode=decode)
+        if verdict.alone and has_media(prompt):
+            verdict = self.conditional.judge(tokens, sized=False)
+        self._metrics.decisions.labels("alone" if verdict.alone else "disaggregated", verdict.why).inc()
+        return verdict
+
+    def _session(self, request: Request, fields: Mapping[str, Raw]) -> bytes:
+        said = request.header(self._session_header)
+        if said:
+            return said
+        return next((bytes(fields[name]) for name in _SESSION_FIELDS if fields.get(name, _NULL) != _NULL), b"")
+
+    def _holder(self, described: Described, strangers: Collection[Engine]) -> tuple[str, int]:
+        """The decode engine that may best do it alone, and how many of the prompt's tokens it has."""
+        view = described.view
+        engines = [engine for engine in self._engines.decodes if engine not in strangers and _is_well(engine)]
+        if not engines:
+            return "", 0
+        depths = self._held.depths(view.prefix, [engine.name for engine in engines])
+        policy = self._engines.pickers[Role.DECODE].policy
+        held = []
+        for engine, depth in zip(engines, depths, strict=True):
+            tokens = described.tokens_up_to(depth)
+            if tokens and (trust := self._trust.get(engine.name)) is not None:
+                tokens = int(tokens * (trust.value or 0.0))
+            held.append(max(tokens, policy.cached_tokens(view, engine.name)))
+        assert self.conditional is not None
+        enough = min(max(held), max(1, view.num_tokens - self.conditional.threshold.above))
+        able = [index for index, tokens in enumerate(held) if tokens >= enough]
+        if not able:
+            return "", 0
+        best = min(able, key=lambda index: engines[index].load.in_flight)
+        return engines[best].name, held[best]
+
+    # --- after ---
+
+    def prefilled(self, described: Described, engine: Engine, answer: bytes, seconds: float) -> None:
+        """A prefill engine has answered."""
+        if not self._learns:
+            return
+        engine.load.ttft.add(seconds, self._engines.now)
+        try:
+            usage = _decode_answer(answer).usage
+        except msgspec.MsgspecError:
+            return
+        if usage is not None:
+            self._learn_rate(_Text.of(described), usage.prompt_tokens)
+
+    def answering(self, handover: Handover, engine: Engine, *, streamed: bool) -> None:
+        """An engine's answer to a decode leg begins: it has computed the prompt, and took its time."""
+        described, record = handover.described, handover.record
+        if handover.recovery.asks_first:
+            self._decided(handover, engine, "full_hit")
+        if self.conditional is not None:
+            self._note_held(described, record, engine, single=handover.body.num_engine_requests == 1)
+        if not streamed or not self._learns:
+            return
+        stamps = record.life.timestamps
+        engine.load.ttft.add(stamps["migration_end"] - stamps["migration_begin"], self._engines.now)
+        verdict = record.verdict
+        if self.conditional is not None and verdict is not None and verdict.why != "unsized" and _went_straight(record):
+            threshold = self.conditional.threshold
+            rest = max(1, verdict.tokens - verdict.cached)
+            ttft_s = stamps["decode_begin"] - stamps["issued"]
+            threshold.measured(rest, ttft_s, self._engines.now, alone=not record.prefill)
+            self._metrics.disaggregate_above.set(threshold.above)
+
+    def asked(self, handover: Handover, engine: Engine, lost: Lost, action: Action) -> bool:
+        """A decode engine that was asked first lacks some of the KV. Whether it could have been otherwise."""
+        if action is Action.PREFILL:
+            self._metrics.decisions.labels("disaggregated", "miss").inc()
+        elif action is Action.RECOMPUTE and lost.lost not in HOPELESS:
+            self._decided(handover, engine, "nearly_full_hit")
+        else:
+            return False
+        return True
+
+    def _decided(self, handover: Handover, engine: Engine, why: str) -> None:
+        self._metrics.decisions.labels("alone", why).inc()
+        handover.detour(why, engine)
+
+    def _note_held(self, described: Described, record: Record, engine: Engine, *, single: bool) -> None:
+        prefix = described.view.prefix
+        (depth,) = self._held.depths(prefix, [engine.name])
+        self._held.add(prefix, engine.name)
+        if single:
+            expected = described.tokens_up_to(depth)
+            record.on_proof = _Lesson(self, _Text.of(described), engine.name, expected)
+
+    def streamed(self, record: Record, engine: Engine, num_events: int) -> None:
+        """A stream of so many events has ended."""
+        stamps = record.life.timestamps
+        if num_events > 1:
+            engine.load.itl.add((stamps["decode_end"] - stamps["decode_begin"]) / (num_events - 1), self._engines.now)
+
+    def proven(self, text: _Text, engine: str, expected: int, proof: Proof) -> None:
+        """An engine that was expected to have so many of a prompt's tokens says what it had."""
+        self._learn_rate(text, proof.prompt_tokens)
+        if expected >= MIN_TRUSTED_TOKENS:
+            trust = self._trust.setdefault(engine, Smoothed(TRUST_HALF_LIFE_S))
+            trust.add(min(1.0, proof.local_tokens / expected), self._engines.now)
+
+    def _learn_rate(self, text: _Text, num_tokens: int) -> None:
+        least, most = _RATES
+        if text.num_bytes and num_tokens > 0 and least <= text.num_bytes / num_tokens <= most:
+            self._rates.learn(text.model, text.num_bytes, num_tokens)
+
+
+def _is_well(engine: Engine) -> bool:
+    return not engine.draining and not engine.health.failures
+
+
+def _went_straight(record: Record) -> bool:
+    """Whether the time to the first byte is that of the way chosen, and of nothing that went wrong on it."""
+    verdict = record.verdict
+    assert verdict is not None
+    return all(detour.reason == verdict.why for detour in record.detours) and bool(record.prefill) != verdict.alone
+
+
+class _Text(Struct, frozen=True):
+    """What is needed to learn from a prompt, without the prompt. No bytes: nothing can be learnt."""
+
+    model: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, described: Described) -> _Text:
+        prompt = described.prompt
+        return cls(described.view.model, prompt.num_bytes if prompt.exact is None and prompt.sized else 0)
+
+
+class _Lesson(Struct, frozen=True):
+    """What is learnt when the proof of a request comes."""
+
+    routing: Routing
+    text: _Text
+    engine: str
+    expected: int
+
+    def __call__(self, proof: Proof) -> None:
+        self.routing.proven(self.text, self.engine, self.expected, proof)
