@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Self
@@ -53,7 +54,7 @@ class AccessLog:
 
     @classmethod
     async def open(cls, path: str, dropped: Callable[[int], None], *, max_bytes: int = MAX_BYTES) -> Self:
-        """Begin to write to ``path``, or `STDOUT`. ``dropped`` counts lines, and is called from any thread.
+        """Begin to write to ``path``, or `STDOUT`. ``dropped`` counts lines.
 
         Raises:
             ConfigError: the file cannot be opened for writing.
@@ -117,7 +118,7 @@ class AccessLog:
             except OSError as error:
                 self._failed(error)
             finally:
-                self._loop.call_soon_threadsafe(self._wrote, len(batch))
+                self._in_loop(self._wrote, len(batch))
         os.close(self._file)
 
     def _write_all(self, batch: bytes) -> None:
@@ -126,7 +127,7 @@ class AccessLog:
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError:
-            self._dropped(max(1, bytes(left).count(b"\n")))
+            self._in_loop(self._dropped, max(1, bytes(left).count(b"\n")))
             raise
         self._complained = False
 
@@ -143,6 +144,10 @@ class AccessLog:
         if not self._complained:
             self._complained = True
             logger.warning("--access-log %s: lines are dropped: %s", self._path, error)
+
+    def _in_loop(self, call: Callable[[int], None], number: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the disk took longer than the end of the router
+            self._loop.call_soon_threadsafe(call, number)
 
     def _wrote(self, size: int) -> None:
         self._writing -= size

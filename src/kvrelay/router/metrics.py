@@ -142,7 +142,7 @@ class RouterMetrics:
         self._engine_failures.labels(engine.role.value, engine.name, reason).inc()
 
     def count_spans(self, result: str, number: int) -> None:
-        """So many spans were ``made``, ``sent`` or ``failed``. May be called from any thread."""
+        """So many spans were ``made``, ``sent`` or ``failed``."""
         self._spans.labels(result).inc(number)
 
     def proven(self, proof: Proof) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvrelay.router.access_log import AccessLog
+from kvrelay.router.core.legs import Endpoint
 from kvrelay.router.core.observing.log_line import log_line
 from kvrelay.router.core.observing.seen import Facts
 from kvrelay.router.core.observing.traceparent import TRACEPARENT
@@ -54,8 +56,15 @@ class Observer:
         if settings.access_log is not None:
             self._log = await AccessLog.open(settings.access_log, self._metrics.log_lines_dropped.inc)
         if settings.traces_url is not None:
-            counted = self._metrics.count_spans
-            self._tracer = await asyncio.to_thread(Tracer, settings.traces_url, settings.trace_ratio, counted)
+            self._loop = asyncio.get_running_loop()
+            self._tracer = await asyncio.to_thread(
+                Tracer, settings.traces_url, settings.trace_ratio, self._count_in_loop
+            )
+
+    def _count_in_loop(self, result: str, number: int) -> None:
+        """Metrics are of one thread; the exporter is in another, and may outlive the loop by a moment."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._metrics.count_spans, result, number)
 
     def reopen(self) -> None:
         """Go on in a new log file: the old one has been renamed."""
@@ -124,9 +133,12 @@ class Observer:
             self._tracer.tell(facts, trace)
 
     def _facts(self, request: Request, reply: Reply, outcome: str) -> Facts:
-        tail, events = reply.tail, reply.num_events
-        if events:
-            events = max(0, events - count_silent(tail, chat=request.path.endswith("/chat/completions")))
+        tail, events, chat = reply.tail, reply.num_events, request.path == Endpoint.CHAT
+        usage = read_usage(tail)
+        if not (chat or request.path == Endpoint.COMPLETIONS):
+            events = 0 if usage is None else events  # such streams have events for much else
+        elif events:
+            events = max(0, events - count_silent(tail, chat=chat))
         return Facts(
             seen=request.seen,
             method=request.method,
@@ -138,6 +150,6 @@ class Observer:
             request_bytes=len(request.body),
             answer_bytes=reply.num_bytes,
             events=events,
-            usage=read_usage(tail),
+            usage=usage,
             offset=self._offset,
         )
