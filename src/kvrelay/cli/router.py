@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -165,6 +166,7 @@ async def _serve(config: RouterConfig) -> int:
     _stop_on_signals(stopped)
     service = RouterService(config, _pool_connector(config))
     await service.start()
+    _calm_collector()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reopen_logs)
     engines = ", ".join(f"{engine.name} {engine.address.url}" for engine in service.engines.all)
     print(f"kvrelay router ready: http://{_bracketed(config.host)}:{service.port} for {engines}", flush=True)
@@ -182,6 +184,16 @@ async def _serve(config: RouterConfig) -> int:
         logger.warning("%d requests were cut off", cut)
     stopping.cancel()
     return number
+
+
+def _calm_collector() -> None:
+    """Let Python look for cycles of garbage less often, and not among what is there for good.
+
+    A request leaves none; its objects are freed as it ends. Looking for them after every 700 took a tenth of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 def _bracketed(host: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import time
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvrelay.router.core import wishes
@@ -22,7 +21,7 @@ from kvrelay.router.http.messages import Request, end_to_end, render
 from kvrelay.router.http.upstream import EngineClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvrelay.router.core.observing.forwarding import HeaderRules
     from kvrelay.router.core.policy.base import Policy, RequestView
@@ -63,11 +62,52 @@ class Outgoing:
             span = self._seen.new_span()
             head += b"traceparent: %b\r\n" % trace.traceparent(span)
         message = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
-            self._method, address.base.encode(), self._target, address.authority.encode(), head, len(body), body,
+            self._method, engine.base, self._target, engine.host, head, len(body), body,
         )  # fmt: skip
         leg = Leg(engine.name, engine.role.value, message, (address.host, address.port), span)
         self._seen.legs.append(leg)
         return leg
+
+
+class Asking:
+    """One leg, sent and seen to its end by an ``async with``: a class, since a generator costs three times as much."""
+
+    __slots__ = ("_client", "_engines", "_on_sent", "_timeout_s", "call", "engine", "leg", "num_tokens")
+
+    def __init__(
+        self,
+        engines: Engines,
+        client: EngineClient,
+        engine: Engine,
+        leg: Leg,
+        *,
+        timeout_s: float,
+        on_sent: Callable[[], None],
+        num_tokens: int,
+    ) -> None:
+        """``client``: of ``engine``; the rest as of `Engines.ask`."""
+        self._engines = engines
+        self._client = client
+        self._timeout_s = timeout_s
+        self._on_sent = on_sent
+        self.engine = engine
+        self.leg = leg
+        self.num_tokens = num_tokens
+        self.call: Call | None = None
+
+    async def __aenter__(self) -> Call:
+        self._engines.began(self)
+        try:
+            opening = self._client.open(self.leg.message, timeout_s=self._timeout_s, on_sent=self._on_sent)
+            self.call = call = await opening
+            self._engines.answered(self, call)
+        except BaseException as error:
+            self._engines.over(self, error)
+            raise
+        return call
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._engines.over(self, error)
 
 
 class Engines:
@@ -118,8 +158,7 @@ class Engines:
             self._metrics.picked(picker.policy.name, role, picker.why)
         return engine
 
-    @asynccontextmanager
-    async def ask(
+    def ask(
         self,
         engine: Engine,
         leg: Leg,
@@ -127,40 +166,48 @@ class Engines:
         timeout_s: float,
         on_sent: Callable[[], None] = lambda: None,
         num_tokens: int = 0,
-    ) -> AsyncIterator[Call]:
+    ) -> Asking:
         """Send ``leg``; inside the block the answer's head is there. The call is closed at its end, come what may.
 
         ``on_sent`` is called when the message has been written, perhaps twice. ``num_tokens``: the prompt's, estimated.
 
         Keeps the engine's health and the metrics: an `EngineError` inside the block is the engine's failure too.
         """
-        metrics, role = self._metrics, engine.role
-        leg.began = time.perf_counter()  # the loop's clock counts whole milliseconds
+        return Asking(
+            self, self._clients[engine], engine, leg, timeout_s=timeout_s, on_sent=on_sent, num_tokens=num_tokens
+        )
+
+    def began(self, asking: Asking) -> None:
+        """A leg is about to be sent."""
+        engine, metrics = asking.engine, self._metrics
+        asking.leg.began = time.perf_counter()  # the loop's clock counts whole milliseconds
         metrics.sent[engine].inc()
-        metrics.in_flight[role].inc()
-        engine.load.begin(num_tokens)
-        call: Call | None = None
-        try:
-            call = await self._clients[engine].open(leg.message, timeout_s=timeout_s, on_sent=on_sent)
-            leg.message, leg.status = b"", call.status
-            if is_engine_fault(call.status):
-                self._failed(engine, "status_5xx")
-            yield call
-        except EngineError as error:
+        metrics.in_flight[engine.role].inc()
+        engine.load.begin(asking.num_tokens)
+
+    def answered(self, asking: Asking, call: Call) -> None:
+        """The head of its answer is there."""
+        asking.leg.message, asking.leg.status = b"", call.status
+        if is_engine_fault(call.status):
+            self._failed(asking.engine, "status_5xx")
+
+    def over(self, asking: Asking, error: BaseException | None) -> None:
+        """It is over, whatever came of it."""
+        engine, leg, call, metrics = asking.engine, asking.leg, asking.call, self._metrics
+        if isinstance(error, EngineError):
             leg.problem = error.code
             self._failed(engine, error.code)
-            raise
-        finally:
-            metrics.in_flight[role].dec()
-            engine.load.end(num_tokens)
-            leg.message, leg.ended = b"", time.perf_counter()
-            if call is not None:
-                call.close()
-                if call.ended:
-                    leg.whole = True
-                    metrics.leg_seconds[role].observe(leg.ended - leg.began)
-                    if not is_engine_fault(call.status):
-                        engine.health.succeeded()
+        metrics.in_flight[engine.role].dec()
+        engine.load.end(asking.num_tokens)
+        leg.message, leg.ended = b"", time.perf_counter()
+        if call is None:
+            return
+        call.close()
+        if call.ended:
+            leg.whole = True
+            metrics.leg_seconds[engine.role].observe(leg.ended - leg.began)
+            if not is_engine_fault(call.status):
+                engine.health.succeeded()
 
     async def probe(self, engine: Engine, path: str, *, timeout_s: float) -> int:
         """GET ``path`` and return the status. Counts neither for nor against the engine.

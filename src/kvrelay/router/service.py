@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError
@@ -23,6 +22,7 @@ from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.models import Catalogue
+from kvrelay.router.naming import Names
 from kvrelay.router.observer import Observer
 from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
@@ -98,6 +98,7 @@ class RouterService:
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
         self._own = OwnPages(engines, self._desk, book, metrics, census)
         self._connections = Registry()
+        self._names = Names()
         self._server: asyncio.Server | None = None
 
     @property
@@ -160,7 +161,7 @@ class RouterService:
 
     async def _handle(self, request: Request, reply: Reply) -> None:
         known = route(request.method, request.path)
-        name = uuid.uuid4().hex
+        name = self._names.make()
         if known is Route.DISAGGREGATE:
             name = f"ho-{name}"
         self._observer.arrived(request, reply, name, traced=known in _ON_ENGINES)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Role(StrEnum):
     """What an engine is asked for."""
 
+    __hash__ = str.__hash__  # enum's own is written in Python, and roles are keys that every request looks up
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -73,13 +75,15 @@ def parse_address(url: str) -> Address:
 class Engine:
     """One vLLM server. Its name, P0, P1, ..., D0, D1, ..., is what headers, proofs and metrics call it."""
 
-    __slots__ = ("address", "draining", "health", "load", "name", "role")
+    __slots__ = ("address", "base", "draining", "health", "host", "load", "name", "role")
 
     def __init__(self, name: str, role: Role, address: Address, health: Health) -> None:
         """Identity is the object's."""
         self.name = name
         self.role = role
         self.address = address
+        self.base, self.host = address.base.encode(), address.authority.encode()
+        """For each request's line and Host header."""
         self.health = health
         self.load = Load()
         self.draining = False

@@ -15,6 +15,8 @@ from kvrelay.errors import KvRelayError
 class State(Enum):
     """Where a request is."""
 
+    __hash__ = object.__hash__  # enum's own is written in Python, and every request looks states up a dozen times
+
     ISSUED = auto()
     """Nothing of it is on any engine."""
     PREFILLING = auto()
@@ -32,6 +34,8 @@ class State(Enum):
 
 class Event(Enum):
     """What happens to it."""
+
+    __hash__ = object.__hash__  # as for states
 
     PREFILL_SENT = auto()
     PREFILL_ANSWERED = auto()

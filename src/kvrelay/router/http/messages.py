@@ -25,7 +25,7 @@ REASONS: dict[int, bytes] = {status.value: status.phrase.encode() for status in 
 class Request:
     """A whole request from a client."""
 
-    __slots__ = ("body", "headers", "http_1_0", "keep_alive", "method", "path", "query", "seen")
+    __slots__ = ("_by_name", "body", "headers", "http_1_0", "keep_alive", "method", "path", "query", "seen")
 
     def __init__(
         self, *, method: str, target: bytes, headers: Headers, body: bytes, http_1_0: bool, keep_alive: bool
@@ -40,10 +40,14 @@ class Request:
         self.http_1_0 = http_1_0
         self.keep_alive = keep_alive
         self.seen = Seen()
+        self._by_name: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that name."""
-        return find(self.headers, name)
+        by_name = self._by_name
+        if by_name is None:
+            by_name = self._by_name = dict(reversed(self.headers))
+        return by_name.get(name)
 
     @property
     def is_json(self) -> bool:

@@ -40,8 +40,12 @@ def read_usage(tail: bytes) -> Usage | None:
 def count_silent(tail: bytes, *, chat: bool) -> int:
     """Of a stream's events, how many carry no token: its end, its usage, comments, and the role a chat begins with."""
     silent = int(chat)
-    for event in reversed(tail.rstrip().split(b"\n\n")):
+    end = len(tail.rstrip())
+    while end > 0:
+        begin = tail.rfind(b"\n\n", 0, end)
+        event = tail[begin + 2 : end] if begin >= 0 else tail[:end]
         if not event.startswith(b":") and event != _DONE and _NO_CHOICES.search(event) is None:
             break
         silent += 1
+        end = begin
     return silent
