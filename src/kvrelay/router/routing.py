@@ -202,7 +202,11 @@ class Routing:
         self._held.add(prefix, engine.name)
         if single:
             expected = described.tokens_up_to(depth)
-            record.on_proof = _Lesson(self, _Text.of(described), engine.name, expected)
+            lesson = _Lesson(self, _Text.of(described), engine.name, expected)
+            if record.proofs:
+                lesson(record.proofs[0])
+            else:
+                record.on_proof = lesson
 
     def streamed(self, record: Record, engine: Engine, num_events: int) -> None:
         """A stream of so many events has ended."""

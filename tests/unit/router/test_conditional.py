@@ -126,6 +126,28 @@ def test_nothing_is_tried_that_is_expected_to_take_more_than_twice_as_long() -> 
     assert threshold.alone(16_000) == (False, False)
 
 
+def test_in_a_noisy_world_it_settles_near_where_both_ways_take_equally_long() -> None:
+    rng = random.Random(5)
+    threshold = LearntThreshold(rng)
+
+    def live(requests: range, step_s: float) -> float:
+        """The share of requests that went the way that is not the better one by much."""
+        worse = 0
+        for now in requests:
+            rest = round(16 * 2 ** rng.uniform(0, 9))
+            times = {True: 0.02 + rest * step_s, False: 0.08 + rest * 2e-5}
+            alone, _ = threshold.alone(rest)
+            threshold.measured(rest, times[alone] * rng.uniform(0.9, 1.1), float(now), alone=alone)
+            worse += times[alone] > 1.25 * times[not alone]
+        return worse / len(requests)
+
+    live(range(3_000), 1e-4)
+    assert 750 / 2 <= threshold.above <= 750 * 2
+    assert live(range(3_000, 6_000), 1e-4) < 0.05
+    live(range(6_000, 9_000), 4e-4)  # the decode engine has become busier: 158 tokens
+    assert threshold.above <= 158 * 2
+
+
 @given(st.integers(0, 1 << 22))
 def test_every_size_has_a_class(rest: int) -> None:
     threshold = LearntThreshold(Never())

@@ -76,6 +76,32 @@ def test_engines_tried_already_are_not_picked_again() -> None:
     assert rotation.pick(0.0, fleet) is None
 
 
+def test_an_engine_that_drains_is_not_picked_and_one_that_is_preferred_is_if_it_is_well() -> None:
+    fleet = engines(3)
+    picker = Picker(RoundRobin(), random.Random(1))
+    fleet[0].draining = True
+    assert {picker.pick(fleet, 0.0) for _ in range(4)} == {fleet[1], fleet[2]}
+    assert [picker.pick(fleet, 0.0, prefer="D2") for _ in range(3)] == [fleet[2]] * 3
+    assert picker.why == "preferred"
+    assert picker.pick(fleet, 0.0, [fleet[2]], prefer="D2") is fleet[1]
+    fail(fleet[2], now=0.0, times=2)
+    assert picker.pick(fleet, 0.5, prefer="D2") is fleet[1]
+    assert picker.pick(fleet, 0.5, prefer="D0") is fleet[1]
+    fleet[1].draining = fleet[2].draining = True
+    assert picker.pick(fleet, 0.5) is None
+
+
+def test_rotation_stays_even_while_engines_join_and_leave() -> None:
+    fleet = list(engines(4))
+    picker = Picker(RoundRobin(), random.Random(1))
+    assert [picker.pick(fleet, 0.0) for _ in range(2)] == fleet[:2]
+    gone = fleet.pop(0)
+    picker.left(gone)
+    assert [picker.pick(fleet, 0.0) for _ in range(3)] == [fleet[1], fleet[2], fleet[0]]
+    fleet.append(gone)
+    assert [picker.pick(fleet, 0.0) for _ in range(4)] == [fleet[1], fleet[2], gone, fleet[0]]
+
+
 def test_rest_doubles_up_to_its_bound_and_success_forgets_it() -> None:
     health = Health(SETTINGS)
     now = 0.0

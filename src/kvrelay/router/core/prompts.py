@@ -53,7 +53,7 @@ def read_prompt(fields: Mapping[str, Raw]) -> Prompt:
 
 def has_media(prompt: Prompt) -> bool:
     """Whether there is something beside text in it. Reads all of it."""
-    return prompt.exact is None and any(kind in bytes(part) for part in prompt.parts for kind in _MEDIA)
+    return prompt.exact is None and any(kind in text for text in map(bytes, prompt.parts) for kind in _MEDIA)
 
 
 class TokenRates:
