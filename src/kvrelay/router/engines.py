@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvrelay.router.core.observing.forwarding import HeaderRules
-    from kvrelay.router.core.policy.base import Policy, RequestView
+    from kvrelay.router.core.policy.base import EngineView, Policy, RequestView
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers
     from kvrelay.router.metrics import RouterMetrics
@@ -146,6 +146,11 @@ class Engines:
     def now(self) -> float:
         """On the clock that loads and rests are measured by, in seconds."""
         return asyncio.get_running_loop().time()
+
+    def views(self, role: Role, without: Collection[Engine] = ()) -> tuple[EngineView, ...]:
+        """Engines of a role as a policy sees them now."""
+        engines = self.prefills if role is Role.PREFILL else self.decodes
+        return self.pickers[role].views(engines, self.now, without)
 
     def pick(
         self, role: Role, tried: Collection[Engine] = (), request: RequestView = NO_REQUEST, prefer: str = ""

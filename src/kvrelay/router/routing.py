@@ -10,17 +10,17 @@ from msgspec import Raw, Struct
 
 from kvrelay.router.core.conditional import Conditional, FixedThreshold, LearntThreshold, Verdict
 from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.held import Held
 from kvrelay.router.core.legs import text_of
-from kvrelay.router.core.load import Smoothed
 from kvrelay.router.core.policy.base import RequestView, Want
-from kvrelay.router.core.policy.prefixes import PrefixTracker, bytes_up_to, chain
+from kvrelay.router.core.policy.prefixes import chain
 from kvrelay.router.core.prompts import Prompt, TokenRates, has_media, read_prompt
 from kvrelay.router.core.recovery import HOPELESS, Action
 from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.types import OnLostKv
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.legs import Fields
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.types import Lost, Proof
 
-CAPACITY = 1 << 17
-"""Pieces of prompts remembered of the decode engines' caches."""
-MIN_TRUSTED_TOKENS = 64
-"""From here on it is compared what an engine was thought to have, and what it says it had."""
-TRUST_HALF_LIFE_S = 300.0
 _RATES = (0.25, 16.0)
 """Bytes per token that are those of text."""
 _NULL = Raw(b"null")
@@ -59,10 +54,6 @@ class Described(Struct, frozen=True):
     view: RequestView
     prompt: Prompt
 
-    def tokens_up_to(self, depth: int) -> int:
-        """About how many of the prompt's tokens are in its first pieces."""
-        return self.view.num_tokens * bytes_up_to(depth) // self.prompt.num_bytes if depth else 0
-
 
 class Routing:
     """One for a router."""
@@ -81,10 +72,8 @@ class Routing:
             threshold = LearntThreshold(random.Random()) if above is None else FixedThreshold(above)  # noqa: S311
             self.conditional = Conditional(threshold)
             metrics.disaggregate_above.set(threshold.above)
-        self._held = PrefixTracker(CAPACITY)
-        """What decode engines have in their caches, if nothing gave way there ..."""
-        self._trust: dict[str, Smoothed] = {}
-        """... and how much of it they turned out to have, as their proofs say."""
+        self.held = Held()
+        """What decode engines have in their caches."""
         wants = {want for picker in engines.pickers.values() for want in picker.policy.wants}
         self.measures = Want.LATENCY in wants
         self._wants_prefix = Want.PREFIX in wants or self.conditional is not None
@@ -106,15 +95,17 @@ class Routing:
         tokens = prompt.exact if prompt.exact is not None else self._rates.estimate(model, prompt.num_bytes)
         prefix = chain(f"{model}\0{salt}".encode(), prompt.parts) if self._wants_prefix else ()
         session = self._session(request, fields) if self._wants_session else b""
-        return Described(RequestView(tokens, session, prefix, model=model, salt=salt), prompt)
+        return Described(RequestView(tokens, session, prefix, prompt.num_bytes, model=model, salt=salt), prompt)
 
     def judge(self, handover: Handover) -> Verdict | None:
         """Whether a decode engine is to do it alone; None where that is no question."""
         if self.conditional is None or handover.recovery.policy is OnLostKv.STRICT:
             return None
-        described, strangers = handover.described, handover.strangers[Role.DECODE]
-        prompt, tokens = described.prompt, described.view.num_tokens
-        decode, cached = self._holder(described, strangers)
+        view, prompt, tokens = handover.described.view, handover.described.prompt, handover.described.view.num_tokens
+        engines = self._engines.views(Role.DECODE, handover.strangers[Role.DECODE])
+        well = [engine for engine in engines if not engine.resting and not engine.draining]
+        told = self._engines.pickers[Role.DECODE].policy.cached(view)
+        decode, cached = self.held.best(view, well, self.spare, told)
         verdict = self.conditional.judge(tokens, sized=prompt.sized, cached=cached, decode=decode)
         if verdict.alone and has_media(prompt):
             verdict = self.conditional.judge(tokens, sized=False)
@@ -126,28 +117,6 @@ class Routing:
         if said:
             return said
         return next((bytes(fields[name]) for name in _SESSION_FIELDS if fields.get(name, _NULL) != _NULL), b"")
-
-    def _holder(self, described: Described, strangers: Collection[Engine]) -> tuple[str, int]:
-        """The decode engine that may best do it alone, and how many of the prompt's tokens it has."""
-        view = described.view
-        engines = [engine for engine in self._engines.decodes if engine not in strangers and _is_well(engine)]
-        if not engines:
-            return "", 0
-        depths = self._held.depths(view.prefix, [engine.name for engine in engines])
-        policy = self._engines.pickers[Role.DECODE].policy
-        held = []
-        for engine, depth in zip(engines, depths, strict=True):
-            tokens = described.tokens_up_to(depth)
-            if tokens and (trust := self._trust.get(engine.name)) is not None:
-                tokens = int(tokens * (trust.value or 0.0))
-            held.append(max(tokens, policy.cached_tokens(view, engine.name)))
-        assert self.conditional is not None
-        enough = min(max(held), max(1, view.num_tokens - self.conditional.threshold.above))
-        able = [index for index, tokens in enumerate(held) if tokens >= enough]
-        if not able:
-            return "", 0
-        best = min(able, key=lambda index: engines[index].load.in_flight)
-        return engines[best].name, held[best]
 
     # --- after ---
 
@@ -165,11 +134,11 @@ class Routing:
 
     def answering(self, handover: Handover, engine: Engine, *, streamed: bool) -> None:
         """An engine's answer to a decode leg begins: it has computed the prompt, and took its time."""
-        described, record = handover.described, handover.record
+        record = handover.record
         if handover.recovery.asks_first:
             self._decided(handover, engine, "full_hit")
         if self.conditional is not None:
-            self._note_held(described, record, engine, single=handover.body.num_engine_requests == 1)
+            self._note_held(handover, engine)
         if not streamed or not self._learns:
             return
         stamps = record.life.timestamps
@@ -196,13 +165,11 @@ class Routing:
         self._metrics.decisions.labels("alone", why).inc()
         handover.detour(why, engine)
 
-    def _note_held(self, described: Described, record: Record, engine: Engine, *, single: bool) -> None:
-        prefix = described.view.prefix
-        (depth,) = self._held.depths(prefix, [engine.name])
-        self._held.add(prefix, engine.name)
-        if single:
-            expected = described.tokens_up_to(depth)
-            lesson = _Lesson(self, _Text.of(described), engine.name, expected)
+    def _note_held(self, handover: Handover, engine: Engine) -> None:
+        described, record = handover.described, handover.record
+        thought = self.held.answered(described.view, engine.name)
+        if handover.body.num_engine_requests == 1:
+            lesson = _Lesson(self, _Text.of(described), engine.name, thought)
             if record.proofs:
                 lesson(record.proofs[0])
             else:
@@ -214,21 +181,15 @@ class Routing:
         if num_events > 1:
             engine.load.itl.add((stamps["decode_end"] - stamps["decode_begin"]) / (num_events - 1), self._engines.now)
 
-    def proven(self, text: _Text, engine: str, expected: int, proof: Proof) -> None:
-        """An engine that was expected to have so many of a prompt's tokens says what it had."""
+    def proven(self, text: _Text, engine: str, thought: int, proof: Proof) -> None:
+        """An engine that was thought to have so many of a prompt's tokens says what it had."""
         self._learn_rate(text, proof.prompt_tokens)
-        if expected >= MIN_TRUSTED_TOKENS:
-            trust = self._trust.setdefault(engine, Smoothed(TRUST_HALF_LIFE_S))
-            trust.add(min(1.0, proof.local_tokens / expected), self._engines.now)
+        self.held.proven(engine, thought=thought, had=proof.local_tokens, now=self._engines.now)
 
     def _learn_rate(self, text: _Text, num_tokens: int) -> None:
         least, most = _RATES
         if text.num_bytes and num_tokens > 0 and least <= text.num_bytes / num_tokens <= most:
             self._rates.learn(text.model, text.num_bytes, num_tokens)
-
-
-def _is_well(engine: Engine) -> bool:
-    return not engine.draining and not engine.health.failures
 
 
 def _went_straight(record: Record) -> bool:
@@ -256,7 +217,7 @@ class _Lesson(Struct, frozen=True):
     routing: Routing
     text: _Text
     engine: str
-    expected: int
+    thought: int
 
     def __call__(self, proof: Proof) -> None:
-        self.routing.proven(self.text, self.engine, self.expected, proof)
+        self.routing.proven(self.text, self.engine, self.thought, proof)

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from kvrelay.router.core.conditional import EDGES, Conditional, FixedThreshold, LearntThreshold
+from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.held import MIN_TOLD_TOKENS, Held
 from kvrelay.router.core.legs import parse_fields
+from kvrelay.router.core.policy.base import EngineView, RequestView
+from kvrelay.router.core.policy.prefixes import chain
 from kvrelay.router.core.prompts import TokenRates, has_media, read_prompt
 from kvrelay.router.core.recovery import Action, Recovery
 from kvrelay.router.core.routing import RoutingSettings, routing_problems
@@ -154,6 +158,58 @@ def test_every_size_has_a_class(rest: int) -> None:
     teach(threshold, rest, alone_s=0.01, split_s=1.0)
     assert threshold.above >= rest
     assert threshold.above in EDGES or rest > EDGES[-1]
+
+
+# --- what decode engines have ---
+
+TEXT = bytes(range(256)) * 40
+
+
+def asked(text: bytes, num_tokens: int = 0) -> RequestView:
+    return RequestView(num_tokens or len(text) // 4, prefix=chain(b"", [text]), num_bytes=len(text))
+
+
+def engine(index: int, in_flight: int = 0) -> EngineView:
+    return EngineView(f"D{index}", Role.DECODE, index, in_flight=in_flight)
+
+
+def test_an_engine_has_what_it_has_answered() -> None:
+    held = Held()
+    assert held.best(asked(TEXT), [engine(0), engine(1)], 0, {}) == ("", 0)
+    assert held.answered(asked(TEXT), "D1") == 0
+    assert held.best(asked(TEXT), [engine(0), engine(1)], 0, {}) == ("D1", len(TEXT) // 4)
+    assert held.best(asked(TEXT + b"x" * 5_120), [engine(0), engine(1)], 0, {}) == ("D1", len(TEXT) // 4)
+    assert held.answered(asked(TEXT), "D1") == len(TEXT) // 4
+    held.forget("D1")
+    assert held.best(asked(TEXT), [engine(0), engine(1)], 0, {}) == ("", 0)
+
+
+def test_of_those_that_have_enough_the_least_busy_is_the_best() -> None:
+    held = Held()
+    held.answered(asked(TEXT), "D0")
+    held.answered(asked(TEXT[:9_216]), "D1")
+    both = [engine(0, in_flight=2), engine(1, in_flight=1)]
+    assert held.best(asked(TEXT), both, 300, {}) == ("D1", 2_304)
+    assert held.best(asked(TEXT), both, 100, {}) == ("D0", 2_560)
+
+
+def test_what_engines_turn_out_to_have_counts_for_what_they_are_thought_to_have() -> None:
+    held = Held()
+    held.answered(asked(TEXT), "D0")
+    for now in range(4):
+        held.proven("D0", thought=2_560, had=640, now=float(now))
+    assert held.best(asked(TEXT), [engine(0)], 0, {}) == ("D0", 640)
+    assert held.best(asked(TEXT), [engine(0)], 0, {"D0": 2_000}) == ("D0", 2_000)
+    for now in range(4, 400):
+        held.proven("D0", thought=2_560, had=2_550, now=float(now))
+    assert held.best(asked(TEXT), [engine(0)], 0, {})[1] > 2_400
+
+
+def test_a_few_tokens_say_nothing_about_an_engines_cache() -> None:
+    held = Held()
+    held.answered(asked(TEXT), "D0")
+    held.proven("D0", thought=MIN_TOLD_TOKENS - 1, had=0, now=0.0)
+    assert held.best(asked(TEXT), [engine(0)], 0, {}) == ("D0", 2_560)
 
 
 # --- how long a prompt is ---

@@ -76,6 +76,6 @@ def test_without_token_ids_prompts_go_by_text() -> None:
 
 def test_it_tells_how_much_is_cached() -> None:
     known = policy()
-    assert known.cached_tokens(RequestView(tokens=PROMPT), "P1") == 500
-    assert known.cached_tokens(RequestView(tokens=PROMPT, salt="tenant"), "P1") == 0
-    assert known.cached_tokens(RequestView(tokens=PROMPT), "P0") == 0
+    assert known.cached(RequestView(tokens=PROMPT)).get("P1") == 500
+    assert not known.cached(RequestView(tokens=PROMPT, salt="tenant")).get("P1")
+    assert not known.cached(RequestView(tokens=PROMPT)).get("P0")

@@ -44,13 +44,17 @@ class Picker:
         if engine is not None and not engine.draining and not engine.health.is_resting(now):
             self.why = "preferred"
         else:
-            fleet = Snapshot(now, tuple(self._view(engine, now) for engine in offered.values()))
+            fleet = Snapshot(now, self.views(offered.values(), now))
             choice = select(self.policy, request, fleet, self._rng)
             if choice is None:
                 return None
             engine, self.why = offered[choice.engine], choice.why
         engine.health.asked(now)
         return engine
+
+    def views(self, engines: Iterable[Engine], now: float, without: Collection[Engine] = ()) -> tuple[EngineView, ...]:
+        """Engines as they are now."""
+        return tuple(self._view(engine, now) for engine in engines if engine not in without)
 
     def left(self, engine: Engine) -> None:
         """An engine is gone for good."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvrelay.router.core.fleet import Role
 
@@ -50,6 +50,8 @@ class RequestView(Struct, frozen=True):
     prefix: tuple[int, ...] = ()
     """Hashes of ever longer beginnings of the prompt (`kvrelay.router.core.policy.prefixes`), model, adapter and cache
     salt included: two requests whose first n agree have the same first n pieces."""
+    num_bytes: int = 0
+    """Of the text that these are of."""
     tokens: Sequence[int] = ()
     """The prompt's token ids, where they are known."""
     model: str = ""
@@ -116,9 +118,12 @@ class Policy:
         """
         raise NotImplementedError
 
-    def cached_tokens(self, request: RequestView, engine: str) -> int:  # noqa: ARG002
-        """How many of the prompt's first tokens the engine is thought to have in its own cache. Changes nothing."""
-        return 0
+    def cached(self, request: RequestView) -> Mapping[str, int]:  # noqa: ARG002
+        """How many of the prompt's first tokens engines have in their own caches, by their own word; none if missing.
+
+        Changes nothing.
+        """
+        return {}
 
     def forget(self, engine: str) -> None:
         """The engine is gone, or has lost its cache."""

@@ -16,7 +16,7 @@ from kvrelay.router.core.policy.base import Choice, Policy, Want
 from kvrelay.router.core.policy.prefix_aware import PrefixAware, PrefixOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvrelay.router.core.kv.index import KvIndex
     from kvrelay.router.core.policy.base import EngineView, RequestView, Rng
@@ -66,11 +66,11 @@ class KvAware(Policy):
             return Choice(name, "balance")
         return Choice(name, "kv" if here else "new")
 
-    def cached_tokens(self, request: RequestView, engine: str) -> int:
+    def cached(self, request: RequestView) -> Mapping[str, int]:
         """By the index, where the token ids are known."""
         if self.index is None or not request.tokens:
-            return self._by_text.cached_tokens(request, engine)
-        return self.index.cached(request.tokens, model=request.model, salt=request.salt).get(engine, 0)
+            return {}
+        return self.index.cached(request.tokens, model=request.model, salt=request.salt)
 
     def forget(self, engine: str) -> None:
         """The index hears of it from the engine itself."""
