@@ -68,3 +68,10 @@ def test_kv_aware_choices_are_verified_and_measured() -> None:
     assert status == 0
     assert len(line["results"]["cases"]) == 6
     assert all(case["median us"] > 0 for case in line["results"]["cases"].values())
+
+
+def test_what_watching_costs_is_measured_and_what_comes_out_is_counted() -> None:
+    status, line = run("bench_observing.py", "--requests", "100")
+    assert status == 0
+    assert (line["results"]["lines"], line["results"]["spans"]) == (100, 500)
+    assert all(case["loop median us"] > 0 for case in line["results"]["cases"].values())

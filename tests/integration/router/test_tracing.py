@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvrelay.router import tracing
 from kvrelay.router.config import RouterSettings, check_settings
@@ -15,6 +12,7 @@ from kvrelay.router.core.lifecycle import TIMESTAMPS
 from kvrelay.router.core.observing.settings import Observing
 from kvrelay.testing.fake_engine import fail
 from kvrelay.testing.fake_tickets import FakePool, a_proof
+from kvrelay.testing.otlp_collector import Collector, attributes
 from kvrelay.testing.raw_http import get, post
 
 if TYPE_CHECKING:
@@ -29,60 +27,10 @@ ASK = {"prompt": "a", "max_tokens": 2, "model": "m"}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the exporter is built on
 
 
-class Collector:
-    """Takes spans over OTLP/HTTP."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, str]] = []
-        self.status = 200
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                collector.take(self.path, body)
-                self.send_response(collector.status)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05})
-        self.thread.start()
-
-    def take(self, path: str, body: bytes) -> None:
-        self.paths.append(path)
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resources.append({a.key: a.value.string_value for a in resource.resource.attributes})
-            for scope in resource.scope_spans:
-                self.spans += scope.spans
-
-    def named(self, name: str) -> Any:
-        (span,) = [span for span in self.spans if span.name == name]
-        return span
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    values = {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
-    return {key: [v.string_value for v in value.values] if hasattr(value, "values") else value
-            for key, value in values.items()}  # fmt: skip
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    made = Collector()
-    yield made
-    made.close()
+    with Collector() as made:
+        yield made
 
 
 async def test_one_trace_from_the_client_to_both_engines(engine: Any, router: Any, collector: Collector) -> None:

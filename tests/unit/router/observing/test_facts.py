@@ -159,6 +159,12 @@ def test_a_failed_leg_is_a_failed_span_and_the_request_is_not() -> None:
     assert request.error == ""
 
 
+def test_a_leg_whose_turn_never_came_is_not_told_of() -> None:
+    waiting = facts(status=0, outcome="cancelled", seen=Seen(legs=[leg("D0", 0.0, 0.0, whole=False)]))
+    assert (waiting.queue_s, waiting.decoder, len(spans(waiting))) == (1.0, "", 1)
+    assert "decode" not in told(waiting)
+
+
 def test_a_request_that_reached_no_engine_is_one_span() -> None:
     (request,) = spans(facts(status=400, outcome="client_error"))
     assert request.attributes["http.response.status_code"] == 400

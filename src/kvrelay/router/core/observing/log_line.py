@@ -106,7 +106,7 @@ def log_line(facts: Facts) -> bytes:
         decode=facts.decoder,
         prefill_legs=len(facts.legs("prefill")),
         decode_legs=len(facts.legs("decode")),
-        queue_ms=_ms(facts.queue_s) if seen.legs else None,
+        queue_ms=_ms(facts.queue_s) if facts.asked else None,
         **said,
     )
     return _encode(line) + b"\n"

@@ -115,7 +115,7 @@ class Facts(Struct, frozen=True):
     @property
     def queue_s(self) -> float:
         """Until an engine was asked: admission, choosing, and the ticket."""
-        legs = self.seen.legs
+        legs = self.asked
         return (self.at(legs[0].began) if legs else self.ended) - self.began
 
     @property
@@ -154,9 +154,14 @@ class Facts(Struct, frozen=True):
         gaps = tokens / self.seen.num_choices - 1
         return decode_s / gaps if gaps >= 1 else None
 
+    @property
+    def asked(self) -> list[Leg]:
+        """The legs that were sent: a client may leave while one waits for its turn."""
+        return [leg for leg in self.seen.legs if leg.began]
+
     def legs(self, role: str) -> list[Leg]:
-        """Those of one role."""
-        return [leg for leg in self.seen.legs if leg.role == role]
+        """Those of one role that were sent."""
+        return [leg for leg in self.seen.legs if leg.began and leg.role == role]
 
     @property
     def decoder(self) -> str:
@@ -164,7 +169,8 @@ class Facts(Struct, frozen=True):
         record = self.seen.record
         if record is not None:
             return record.decode
-        return self.seen.legs[-1].worker if self.seen.legs else ""
+        legs = self.asked
+        return legs[-1].worker if legs else ""
 
     def _between(self, begin: str, end: str) -> float | None:
         first, last = self.stamp(begin), self.stamp(end)

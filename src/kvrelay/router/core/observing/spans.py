@@ -59,7 +59,7 @@ class Span(Struct, frozen=True, kw_only=True):
 
 def spans_of(facts: Facts, trace: Trace, new_id: Callable[[], int]) -> Iterator[Span]:
     """All spans of a request. ``new_id`` makes a span's id where none was needed before."""
-    seen, record = facts.seen, facts.seen.record
+    record = facts.seen.record
     yield Span(
         name=f"{facts.method} {facts.path[:MAX_TEXT]}",
         kind=Kind.SERVER,
@@ -72,7 +72,8 @@ def spans_of(facts: Facts, trace: Trace, new_id: Callable[[], int]) -> Iterator[
         events=[] if record is None else _events(record),
         error=facts.outcome if facts.outcome in {"error", "cancelled"} else "",
     )
-    if seen.legs:
+    asked = facts.asked
+    if asked:
         yield Span(
             name="queue",
             kind=Kind.INTERNAL,
@@ -81,7 +82,7 @@ def spans_of(facts: Facts, trace: Trace, new_id: Callable[[], int]) -> Iterator[
             began=facts.began,
             ended=facts.began + facts.queue_s,
         )
-    for leg in seen.legs:
+    for leg in asked:
         yield _leg(facts, leg, trace)
     migration_s, decodes = facts.migration_s, facts.legs("decode")
     if record is not None and migration_s is not None and decodes:

@@ -124,8 +124,8 @@ class Timings:
         outcome, decoder = facts.outcome, self.name(facts.decoder)
         self.request.at(decoder, outcome).observe(facts.seconds)
         self.queue.at(outcome).observe(facts.queue_s)
-        for leg in facts.seen.legs:
-            if leg.role == "prefill" and leg.ended:
+        for leg in facts.legs("prefill"):
+            if leg.ended:
                 self.prefill.at(self.name(leg.worker), leg.outcome).observe(leg.ended - leg.began)
         for family, seconds in (
             (self.migration, facts.migration_s), (self.decode, facts.decode_s), (self.itl, facts.itl_s),
