@@ -9,7 +9,7 @@ import resource
 import signal
 from typing import TYPE_CHECKING
 
-from kvrelay.cli import routing
+from kvrelay.cli import router_resilience, routing
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
@@ -107,6 +107,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--drop-header", action="append", default=[], metavar="NAME",
         help="client headers of this name do not reach engines; repeat for more",
     )  # fmt: skip
+    router_resilience.add_options(serve)
     serve.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(%(default)s)"
     )
@@ -140,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
                 trace_ratio=args.trace_ratio,
                 headers=HeaderSettings(forward=tuple(args.forward_header), drop=tuple(args.drop_header)),
             ),
+            resilience=router_resilience.read(args),
         )
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -173,9 +175,11 @@ async def _serve(config: RouterConfig) -> int:
     if PROFILES[config.connector].uses_pool and config.pool is None:
         logger.info("no --pool: requests are handed over without tickets, and nothing proves it")
     number = await stopped
+    notice_s = config.resilience.drain_notice_s
     logger.info(
-        "%s: no more requests are taken; those in flight have %g s", signal.Signals(number).name, config.drain_timeout_s
-    )
+        "%s: %sno more requests are taken; those in flight have %g s",
+        signal.Signals(number).name, f"in {notice_s:g} s " if notice_s else "", config.drain_timeout_s,
+    )  # fmt: skip
     stopping = asyncio.create_task(service.stop())
     again: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(again)

@@ -11,6 +11,7 @@ from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.fleet import Address, parse_address
 from kvrelay.router.core.observing.settings import Observing, observing_problems
+from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.core.routing import RoutingSettings, routing_problems
 from kvrelay.router.tracing import tracing_problem
 from kvrelay.transport.address import parse_address as parse_pool_address
@@ -45,6 +46,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     routing: RoutingSettings = RoutingSettings()
     max_body_mib: int = 64
     observing: Observing = Observing()
+    resilience: Resilience = Resilience()
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
@@ -68,6 +70,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     routing: RoutingSettings
     max_body_bytes: int
     observing: Observing
+    resilience: Resilience
 
 
 def check_settings(settings: RouterSettings) -> RouterConfig:
@@ -114,6 +117,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         )
     if not 1 <= settings.max_body_mib <= 4096:
         problems.append(f"--max-body-mib {settings.max_body_mib} is out of range: give 1 to 4096")
+    problems += settings.resilience.problems()
     problems += _lost_kv_problems(settings)
     problems += _dispatch_problems(settings)
     problems += _observing_problems(settings.observing)
@@ -139,6 +143,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         routing=settings.routing,
         max_body_bytes=settings.max_body_mib << 20,
         observing=settings.observing,
+        resilience=settings.resilience,
     )
 
 

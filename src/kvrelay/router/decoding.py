@@ -16,10 +16,12 @@ from kvrelay.router.core.lifecycle import Event
 from kvrelay.router.core.preamble import Preamble
 from kvrelay.router.core.recovery import LOST_CODE, Action
 from kvrelay.router.core.stored import name_response
+from kvrelay.router.core.wholeness import StreamEnd
 from kvrelay.router.errors import EngineError, EngineSilentError, EngineUnreachableError
-from kvrelay.router.passthrough import Repelled
 from kvrelay.router.proving import proof_comment, proof_header
 from kvrelay.router.relay import Relay, is_events
+from kvrelay.router.repelled import Repelled
+from kvrelay.router.vetting import vet
 from kvrelay.types import Lost
 
 if TYPE_CHECKING:
@@ -58,9 +60,10 @@ class Decoding:
         """The outcome; or what to do first, the decode side having lost the KV."""
         handover = self._handover
         tried: list[Engine] = [*handover.strangers[Role.DECODE]]
-        suspicion = Suspicion()
+        suspicion, again = Suspicion(), False
         last: Repelled | Refusal = Refusal(503, "unreachable", "No decode engine is there to answer")
-        while (engine := self._next(tried, last)) is not None:
+        while (engine := self._next(tried, last, again=again)) is not None:
+            again = True
             tried.append(engine)
             handover.record.decode = engine.name
             handover.step(Event.DECODE_SENT)
@@ -83,12 +86,12 @@ class Decoding:
         last.give(handover.reply, handover.own_headers())
         return "error" if last.status >= 500 else "client_error"
 
-    def _next(self, tried: Sequence[Engine], last: Repelled | Refusal) -> Engine | None:
+    def _next(self, tried: Sequence[Engine], last: Repelled | Refusal, *, again: bool) -> Engine | None:
         """Who is asked next. When no decode engine lives, a prefill engine may answer alone, and proves nothing."""
         handover, record = self._handover, self._handover.record
         routing, engines, view = handover.router.routing, handover.router.engines, handover.described.view
         prefer = self._prefer or (record.verdict.decode if record.verdict is not None else "")
-        engine = engines.pick(Role.DECODE, tried, view, prefer)
+        engine = engines.pick(Role.DECODE, tried, view, prefer, again=again)
         if engine is not None or not routing.colocated_fallback or handover.recovery.proves or is_busy(last.status):
             return engine
         engine = engines.pick(Role.PREFILL, [*tried, *handover.strangers[Role.PREFILL]], view, record.prefill)
@@ -125,11 +128,13 @@ class Decoding:
     async def _ask(self, engine: Engine) -> str | Repelled | Refusal:
         """The outcome, or what to tell the client if no other engine does better."""
         handover = self._handover
-        silence_s = handover.router.timeouts.decode_s
+        timeouts = handover.router.timeouts
+        begin_s = timeouts.first_byte_s if handover.body.streams else timeouts.decode_s
+        deadline = handover.router.now() + begin_s
         try:
             message, num_tokens = self._message(engine), handover.described.view.num_tokens
-            async with handover.router.engines.ask(engine, message, timeout_s=silence_s, num_tokens=num_tokens) as call:
-                return await self._pass_on(engine, call, silence_s)
+            async with handover.router.engines.ask(engine, message, timeout_s=begin_s, num_tokens=num_tokens) as call:
+                return await self._pass_on(engine, call, max(0.0, deadline - handover.router.now()), timeouts.decode_s)
         except EngineError as error:
             handover.detour(f"decode_{error.code}", engine)
             if self._relay is not None:
@@ -156,8 +161,8 @@ class Decoding:
         body = handover.body.decode(params, name_response(record.life.name, engine))
         return handover.outgoing.to(engine, body)
 
-    async def _pass_on(self, engine: Engine, call: Call, silence_s: float) -> str | Repelled | Refusal:
-        """What the engine answers, to the client.
+    async def _pass_on(self, engine: Engine, call: Call, begin_s: float, silence_s: float) -> str | Repelled | Refusal:
+        """What the engine answers, to the client. ``begin_s``: until it must begin.
 
         Raises:
             EngineError: it broke off.
@@ -168,6 +173,10 @@ class Decoding:
             handover.detour(f"decode_{status_reason(call.status)}", engine)
             handover.spend()
             return said
+        if (error := await vet(call, timeout_s=begin_s)) is not None:
+            handover.detour("decode_error_in_200", engine)
+            handover.spend()
+            return error
         own = handover.own_headers()
         if call.status == 200 and handover.listens:
             await call.begun(silence_s, self._begins(call))
@@ -178,7 +187,8 @@ class Decoding:
                 return refused
         trailer = partial(proof_comment, handover) if handover.wishes.proof else None
         on_first_byte = partial(self._on_first_byte, engine, call)
-        self._relay = Relay(call, handover.reply, own, on_first_byte, trailer, self._begins(call))
+        end = StreamEnd.of(handover.body.endpoint)
+        self._relay = Relay(call, handover.reply, own, on_first_byte, trailer, self._begins(call), end)
         routing = handover.router.routing
         self._relay.counts_events = routing.measures
         await self._relay.run(silence_s=silence_s)

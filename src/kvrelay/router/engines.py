@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvrelay.router.core import wishes
+from kvrelay.router.core.budget import BudgetSettings, RetryBudget
 from kvrelay.router.core.fleet import Engine, Role
 from kvrelay.router.core.health import is_engine_fault
 from kvrelay.router.core.observing.seen import Leg
@@ -122,15 +123,18 @@ class Engines:
         metrics: RouterMetrics,
         policies: Mapping[Role, Policy] | None = None,
         header_rules: HeaderRules | None = None,
+        budget: BudgetSettings | None = None,
     ) -> None:
         """Connections are made when first needed. ``policies``: each role's own; the default's if not given.
 
         ``header_rules``: which of a client's headers reach engines; None for all that are about the request.
+        ``budget``: how many requests may be sent to another engine.
         """
         self.header_rules = header_rules
         self.prefills = tuple(prefills)
         self.decodes = tuple(decodes)
         self._metrics = metrics
+        self.budget = RetryBudget(budget or BudgetSettings(), asyncio.get_running_loop().time())
         policies = policies or {role: make_policy(DEFAULT, role) for role in Role}
         self.pickers = {role: Picker(policy, random.Random()) for role, policy in policies.items()}  # noqa: S311
         self._clients = {
@@ -153,14 +157,34 @@ class Engines:
         return self.pickers[role].views(engines, self.now, without)
 
     def pick(
-        self, role: Role, tried: Collection[Engine] = (), request: RequestView = NO_REQUEST, prefer: str = ""
+        self,
+        role: Role,
+        tried: Collection[Engine] = (),
+        request: RequestView = NO_REQUEST,
+        prefer: str = "",
+        *,
+        again: bool = False,
     ) -> Engine | None:
-        """Who is asked for ``request``, by its role's policy. ``prefer``: an engine to ask instead, if it is well."""
+        """Who is asked for ``request``, by its role's policy. ``prefer``: an engine to ask instead, if it is well.
+
+        ``tried``: who is not to be asked. ``again``: another engine was asked before; if the budget does not afford
+        that there is nobody to ask.
+        """
+        now = asyncio.get_running_loop().time()
         engines = self.prefills if role is Role.PREFILL else self.decodes
         picker = self.pickers[role]
-        engine = picker.pick(engines, asyncio.get_running_loop().time(), tried, request, prefer)
-        if engine is not None:
-            self._metrics.picked(picker.policy.name, role, picker.why)
+        if again and not self.budget.affords(now):
+            self._metrics.retries.labels(role.value, "denied").inc()
+            return None
+        engine = picker.pick(engines, now, tried, request, prefer)
+        if engine is None:
+            return None
+        if again:
+            self.budget.retry(now)
+            self._metrics.retries.labels(role.value, "sent").inc()
+        else:
+            self.budget.request()
+        self._metrics.picked(picker.policy.name, role, picker.why)
         return engine
 
     def ask(
@@ -211,8 +235,13 @@ class Engines:
         if call.ended:
             leg.whole = True
             metrics.leg_seconds[engine.role].observe(leg.ended - leg.began)
+            if isinstance(error, EngineError):
+                return
             if not is_engine_fault(call.status):
                 engine.health.succeeded()
+            elif leg.status != call.status:  # found out only by its body
+                leg.status = call.status
+                self._failed(engine, "error_in_200")
 
     async def probe(self, engine: Engine, path: str, *, timeout_s: float) -> int:
         """GET ``path`` and return the status. Counts neither for nor against the engine.

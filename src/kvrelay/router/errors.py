@@ -27,6 +27,18 @@ class EngineLostError(EngineError):
     code = "connection_lost"
 
 
+class EmptyAnswerError(EngineError):
+    """The engine answered 200, and nothing else."""
+
+    code = "empty_answer"
+
+
+class UnfinishedStreamError(EngineError):
+    """The engine ended a stream in order, and did not say that it is done."""
+
+    code = "unfinished_stream"
+
+
 class EngineSilentError(EngineError, DeadlineError):
     """The engine said nothing for as long as it was given."""
 

@@ -69,9 +69,11 @@ class Handover:
                     self.detour("no_ticket")
             return await self._go()
         except asyncio.CancelledError:
-            if not life.ended:
+            if not life.ended and self.reply.gone:
                 router.metrics.cancelled.labels(life.state.name.lower()).inc()
                 self.step(Event.CANCELLED)
+            elif not life.ended:
+                self.detour("deadline")
             raise
         finally:
             if not life.ended:

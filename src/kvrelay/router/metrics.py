@@ -99,6 +99,10 @@ class RouterMetrics:
             buckets=SECONDS,
             registry=registry,
         )
+        self.retries = Counter(
+            "kvrelay_router_retries", "Requests to be sent to another engine after one failed, and whether they were",
+            ("role", "outcome"), registry=registry,
+        )  # fmt: skip
         self.kv_lost = Counter(
             "kvrelay_router_kv_lost", "Decode legs broken off since their engine could not have the KV, and what then",
             ("reason", "action"), registry=registry,

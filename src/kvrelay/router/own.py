@@ -39,24 +39,30 @@ class OwnPages:
         self._metrics = metrics
         self._census = census
         self._checkups = Checkups(engines)
+        self.draining = False
+        """Whether the router is about to end: load balancers that ask are to send nothing more."""
 
     def close(self) -> None:
         """Stop asking engines how they are."""
         self._checkups.close()
 
     async def health(self, reply: Reply) -> None:
-        """200 while a decode engine is well, since it can answer alone; 503 otherwise. Every engine's state as JSON."""
+        """200 while a decode engine is well, since it can answer alone; 503 otherwise, and before the router ends.
+
+        Every engine's state as JSON.
+        """
         states = await asyncio.gather(*(self._state(engine) for engine in self._engines.all))
         able = any(state["role"] == Role.DECODE and state["healthy"] for state in states)
         whole = all(state["healthy"] for state in states)
         pool = "unused" if self._desk is None else "up" if self._desk.up else "away"
+        status = "draining" if self.draining else ("ok" if whole else "degraded") if able else "unavailable"
         view = {
-            "status": ("ok" if whole else "degraded") if able else "unavailable",
+            "status": status,
             "engines": states,
             "pool": pool,
             "kv_mismatches": self._census.mismatches,
         }
-        reply.answer(200 if able else 503, msgspec.json.encode(view))
+        reply.answer(200 if able and not self.draining else 503, msgspec.json.encode(view))
 
     def metrics(self, reply: Reply) -> None:
         """Prometheus text."""
@@ -84,4 +90,5 @@ class OwnPages:
             "healthy": not problem,
             "problem": problem or None,
             "resting": resting,
+            "draining": engine.draining,
         }

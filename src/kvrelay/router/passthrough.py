@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
 from kvrelay.errors import BadRequestError
 from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role
@@ -13,11 +11,13 @@ from kvrelay.router.core.health import Suspicion, is_busy, is_engine_fault
 from kvrelay.router.core.legs import encode_fields, parse_fields, scrub, text_of
 from kvrelay.router.core.models import model_of_form
 from kvrelay.router.core.paths import stored_name
+from kvrelay.router.core.wholeness import StreamEnd
 from kvrelay.router.engines import Outgoing
 from kvrelay.router.errors import EngineError, EngineSilentError
-from kvrelay.router.http.messages import Headers, end_to_end
 from kvrelay.router.relay import Relay
+from kvrelay.router.repelled import Repelled
 from kvrelay.router.stored import find_holder
+from kvrelay.router.vetting import vet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,40 +25,12 @@ if TYPE_CHECKING:
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.observing.seen import Leg
     from kvrelay.router.engines import Engines
-    from kvrelay.router.http.call import Call
-    from kvrelay.router.http.messages import Request
+    from kvrelay.router.http.messages import Headers, Request
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.models import Catalogue
 
-MAX_ERROR_BYTES = 4 << 20
-"""Of an engine's 5xx or 429 answer, which is held while another engine is tried."""
 ANY_TIMEOUT_S = 5.0
 """For what any engine can answer, and answers at once if it lives: the next one is asked then."""
-
-
-class Repelled(Struct, frozen=True):
-    """An engine's 5xx or 429 answer, kept in case no other engine does better."""
-
-    status: int
-    reason: bytes
-    headers: Headers
-    body: bytes
-
-    @classmethod
-    async def take(cls, call: Call, *, timeout_s: float) -> Repelled:
-        """Read it whole."""
-        body = await call.read(limit_bytes=MAX_ERROR_BYTES, timeout_s=timeout_s)
-        headers = end_to_end(call.headers, {b"content-length"})
-        return cls(call.status, call.reason, headers, body)
-
-    def give(self, reply: Reply, own: Headers) -> None:
-        """To the client after all."""
-        names = {name for name, _ in own}
-        headers = [header for header in self.headers if header[0] not in names]
-        headers += [*own, (b"content-length", b"%d" % len(self.body))]
-        reply.start(self.status, headers, reason=self.reason)
-        reply.write(self.body)
-        reply.finish()
 
 
 class Passthrough:
@@ -77,9 +49,9 @@ class Passthrough:
         last: Repelled | Refusal = _NOBODY
         for role in (Role.DECODE, Role.PREFILL):
             tried: list[Engine] = []
-            while (engine := self._engines.pick(role, tried)) is not None:
+            while (engine := self._engines.pick(role, tried, again=bool(tried))) is not None:
                 tried.append(engine)
-                answered = await self._ask(engine, outgoing.to(engine, request.body), reply, ANY_TIMEOUT_S)
+                answered = await self._ask(engine, outgoing.to(engine, request.body), request, reply, ANY_TIMEOUT_S)
                 if isinstance(answered, str):
                     return answered
                 asked, last = engine, answered
@@ -118,12 +90,13 @@ class Passthrough:
         outgoing = Outgoing(request, rules=self._engines.header_rules)
         strangers = await self._catalogue.strangers(model, request)
         tried: list[Engine] = [*passed_over, *strangers[Role.DECODE]]
-        suspicion = Suspicion()
+        suspicion, again = Suspicion(), False
         asked: Engine | None = None
         last: Repelled | Refusal = _NOBODY
-        while (engine := self._engines.pick(Role.DECODE, tried)) is not None:
+        while (engine := self._engines.pick(Role.DECODE, tried, again=again)) is not None:
+            again = True
             tried.append(engine)
-            answered = await self._ask(engine, outgoing.to(engine, body), reply, self._silence_s)
+            answered = await self._ask(engine, outgoing.to(engine, body), request, reply, self._silence_s)
             if isinstance(answered, str):
                 return answered
             asked, last = engine, answered
@@ -131,13 +104,17 @@ class Passthrough:
                 break  # after a silence the client has waited long enough
         return _give_up(last, reply, asked)
 
-    async def _ask(self, engine: Engine, leg: Leg, reply: Reply, silence_s: float) -> str | Repelled | Refusal:
+    async def _ask(
+        self, engine: Engine, leg: Leg, request: Request, reply: Reply, silence_s: float
+    ) -> str | Repelled | Refusal:
         relay: Relay | None = None
         try:
             async with self._engines.ask(engine, leg, timeout_s=silence_s) as call:
                 if is_engine_fault(call.status) or is_busy(call.status):
                     return await Repelled.take(call, timeout_s=silence_s)
-                relay = Relay(call, reply, _own_headers(engine))
+                if request.method != "OPTIONS" and (said := await vet(call, timeout_s=silence_s)) is not None:
+                    return said
+                relay = Relay(call, reply, _own_headers(engine), end=StreamEnd.of(request.path))
                 await relay.run(silence_s=silence_s)
                 return "ok" if call.status < 400 else "client_error"
         except EngineError as error:

@@ -57,14 +57,15 @@ class Prefilling:
         handover = self._handover
         router, record = handover.router, handover.record
         tried: list[Engine] = [*handover.strangers[Role.PREFILL]]
-        suspicion = Suspicion()
+        suspicion, again = Suspicion(), False
         deadline = record.life.timestamps["issued"] + router.timeouts.handover_s
         while (left_s := min(router.timeouts.prefill_s, deadline - router.now())) > 0:
-            engine = router.engines.pick(Role.PREFILL, tried, handover.described.view)
+            engine = router.engines.pick(Role.PREFILL, tried, handover.described.view, again=again)
             if engine is None or handover.reply.started:
                 if engine is None and len(tried) == len(handover.strangers[Role.PREFILL]):
                     handover.detour("no_prefill_engine")
                 return
+            again = True
             tried.append(engine)
             handover.step(Event.PREFILL_SENT)
             problem = await self._ask(engine, left_s)

@@ -43,6 +43,8 @@ class Timeouts(Struct, frozen=True):
     """From the beginning to the decode leg's first byte: so long KV is kept."""
     decode_s: float
     """The longest silence of a decode engine."""
+    first_byte_s: float
+    """From sending a decode leg to the first byte of a stream."""
 
 
 class LostKv(Struct, frozen=True):

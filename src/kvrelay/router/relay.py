@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from kvrelay.router.core.answers import refusal
 from kvrelay.router.core.events import EventCutter
+from kvrelay.router.errors import UnfinishedStreamError
 from kvrelay.router.http.messages import end_to_end, find
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from kvrelay.router.core.wholeness import StreamEnd
     from kvrelay.router.errors import EngineError
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers
@@ -23,7 +25,8 @@ class Relay:
     """Joins a call to a reply."""
 
     __slots__ = (
-        "_begins", "_call", "_cutter", "_framed", "_on_first_byte", "_reply", "_trailer", "counts_events", "num_events",
+        "_begins", "_call", "_cutter", "_end", "_framed", "_on_first_byte", "_reply", "_trailer", "counts_events",
+        "num_events",
     )  # fmt: skip
 
     def __init__(
@@ -34,23 +37,26 @@ class Relay:
         on_first_byte: Callable[[], None] | None = None,
         trailer: Callable[[], Awaitable[bytes]] | None = None,
         begins: Callable[[bytes], bool] = bool,
+        end: StreamEnd | None = None,
     ) -> None:
         """``own``: the router's headers, which replace the engine's of the same names.
 
         ``on_first_byte``: called when the body begins, which ``begins`` tells of each piece. ``trailer``: what comes
-        after a stream's last event.
+        after a stream's last event. ``end``: what a stream of events must end with.
         """
         self.counts_events = False
         """Whether `num_events` is wanted."""
         self.num_events = 0
         self._trailer = trailer
         self._begins = begins
+        self._end = end
         self._call = call
         self._reply = reply
         self._on_first_byte = on_first_byte
         headers = end_to_end(call.headers, {name for name, _ in own}) + own
         self._framed = find(headers, b"content-length") is not None
         self._cutter = EventCutter() if not self._framed and is_events(headers) else None
+        reply.events = self._cutter is not None
         reply.start(call.status, headers, reason=call.reason)
 
     async def run(self, *, silence_s: float) -> None:
@@ -68,18 +74,17 @@ class Relay:
         finally:
             reply.fed_by(None)
         if self._cutter is not None:
-            reply.write(self._cutter.rest(), end=self._trailer is None)
+            rest = self._rest()
+            if not self._is_whole:
+                raise UnfinishedStreamError("the engine ended the stream without saying that it is done")
+            reply.write(rest, end=self._trailer is None)
             if self._trailer is not None:
                 reply.write(await self._trailer())
         reply.finish()
 
     def break_off(self, error: EngineError) -> None:
         """End an answer that will not be whole: an error event in a stream of events, else a closed connection."""
-        if self._cutter is None:
-            self._reply.abort()
-            return
-        self._reply.write(refusal(error).event_for(self._reply.dialect))
-        self._reply.finish()
+        self._reply.break_off(refusal(error))
 
     def _pass(self, data: bytes) -> None:
         if self._on_first_byte is not None and self._begins(data):
@@ -90,9 +95,24 @@ class Relay:
         last = self._call.whole and self._trailer is None
         if self._cutter is not None:
             data = self._cutter.feed(data)
+            if self._end is not None:
+                self._end.feed(data)
             if last:
-                data += self._cutter.rest()
+                rest = self._rest()
+                last = self._is_whole
+                data = data + rest if last else data
         self._reply.write(data, end=last)
+
+    def _rest(self) -> bytes:
+        """What came behind the last whole event of a stream that has ended."""
+        rest = b"" if self._cutter is None else self._cutter.rest()
+        if self._end is not None:
+            self._end.feed(rest)
+        return rest
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._end is None or self._call.status != 200 or self._end.whole
 
 
 def is_events(headers: Headers) -> bool:

@@ -8,15 +8,16 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvrelay.errors import ConfigError
+from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.census import Census
-from kvrelay.router.core.answers import Refusal
+from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role, make_engines
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.observing.forwarding import rules_of
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
+from kvrelay.router.core.wishes import read_time_limit
 from kvrelay.router.engines import Engines
 from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
@@ -26,9 +27,11 @@ from kvrelay.router.naming import Names
 from kvrelay.router.observer import Observer
 from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
+from kvrelay.router.probing import Prober
 from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
 from kvrelay.router.routing import Routing
 from kvrelay.router.tickets import TicketDesk
+from kvrelay.router.time_limit import within
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -63,10 +66,12 @@ class RouterService:
         prefills = make_engines(Role.PREFILL, config.prefills, settings)
         decodes = make_engines(Role.DECODE, config.decodes, settings)
         self._metrics = metrics = RouterMetrics(prefills + decodes)
+        self._resilience = resilience = config.resilience
         self.engines = engines = Engines(
-            prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics,
+            prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics, budget=resilience.budget,
             header_rules=rules_of(config.observing.headers), policies=config.routing.make_policies(),
         )  # fmt: skip
+        self._prober = Prober(engines, resilience.probe_interval_s)
         self._desk = None
         census = Census({engine.name for engine in engines.all}, metrics)
         if connect_pool is not None:
@@ -74,7 +79,10 @@ class RouterService:
         offset = time.time() - time.monotonic()
         book = RecordBook()
         timeouts = Timeouts(
-            prefill_s=config.prefill_timeout_s, handover_s=config.handover_timeout_s, decode_s=config.decode_timeout_s
+            prefill_s=config.prefill_timeout_s,
+            handover_s=config.handover_timeout_s,
+            decode_s=config.decode_timeout_s,
+            first_byte_s=resilience.first_byte_timeout_s or config.decode_timeout_s,
         )
         self._catalogue = Catalogue(engines)
 
@@ -132,12 +140,15 @@ class RouterService:
                 self._server.close()
                 await self._observer.close()
                 raise
+        self._prober.watch(self.engines.all)
 
     async def stop(self) -> int:
-        """Take no more requests, let those in flight end within the drain time, close everything.
+        """Give notice, then take no more requests, let those in flight end within the drain time, close everything.
 
         Returns how many requests had to be cut off.
         """
+        self._own.draining = True
+        await asyncio.sleep(self._resilience.drain_notice_s)
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
@@ -151,6 +162,7 @@ class RouterService:
             await self._desk.close()
         self._own.close()
         self._catalogue.close()
+        await self._prober.close()
         self.engines.close()
         await self._observer.close()
         return cut
@@ -167,7 +179,13 @@ class RouterService:
         self._observer.arrived(request, reply, name, traced=known in _ON_ENGINES)
         outcome = "cancelled"
         try:
-            outcome = await self._dispatch(known, request, reply, name)
+            limit_s = 0.0
+            if known in _ON_ENGINES:
+                limit_s = read_time_limit(request.header, self._resilience.request_timeout_s)
+            outcome = await within(limit_s, self._dispatch(known, request, reply, name), reply)
+        except BadRequestError as error:
+            reply.refuse(refusal(error))
+            outcome = "client_error"
         finally:
             endpoint = (
                 "other" if known in {Route.UNKNOWN, Route.WRONG_METHOD, Route.STORED, Route.HANDOVER} else request.path

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Self, cast
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 WAIT_S = 10.0
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream that is whole."""
 
 
 class Recorded:
@@ -96,6 +100,12 @@ class Exchange:
 
     def abort(self) -> None:
         """Drop the connection."""
+        self._transport.abort()
+
+    def reset(self) -> None:
+        """Drop the connection, and have its other end told so at once: RST."""
+        sock = self._transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
 

@@ -11,6 +11,7 @@ import uvloop
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from kvrelay.router.config import RouterSettings, check_settings
+from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.service import RouterService
 from kvrelay.testing.fake_engine import FakeEngine
 
@@ -69,7 +70,12 @@ async def router(fakes: list[FakeEngine]) -> AsyncIterator[StartRouter]:
     ) -> RouterService:
         urls = [[e if isinstance(e, str) else e.url for e in role] for role in (prefill, decode)]
         address = None if pool is None else "unix:given"
-        options = {"drain_timeout_s": 0.2, "pool": address, **settings}
+        options = {
+            "drain_timeout_s": 0.2,
+            "pool": address,
+            "resilience": Resilience(probe_interval_s=0.0),
+            **settings,
+        }
         config = check_settings(RouterSettings(prefill=urls[0], decode=urls[1], port=0, **options))
         service = RouterService(config, pool, limits=limits, health=health)
         await service.start()

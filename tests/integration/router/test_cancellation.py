@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.errors import PoolUnavailableError
 from kvrelay.router import tickets
-from kvrelay.testing.fake_engine import FakeEngine, hang, stream
+from kvrelay.testing.fake_engine import DONE, FakeEngine, hang, stream
 from kvrelay.testing.fake_tickets import FakePool
 from kvrelay.testing.raw_http import RawClient, get, post
 
@@ -136,17 +136,18 @@ async def test_a_stopping_router_cuts_off_what_does_not_end(engine: Any, router:
 async def test_a_stopping_router_lets_requests_end(engine: Any, router: Any) -> None:
     prefill, decode = await engine(), await engine()
     gate = asyncio.Semaphore(0)
-    decode.script(stream([b"data: 1\n\n", b"data: 2\n\n"], gate=gate))
+    decode.script(stream([b"data: 1\n\n", DONE], gate=gate))
     service = await router([prefill], [decode], drain_timeout_s=10.0)
     async with await RawClient.open(service.port) as client, await RawClient.open(service.port) as idle:
         client.post("/v1/completions", ASK)
-        await client.head()
+        await decode.asked(1)
         stopping = asyncio.create_task(service.stop())
         assert await idle.rest() == b""
         gate.release()
+        await client.head()
         assert await client.chunk() == b"data: 1\n\n"
         gate.release()
-        assert await client.chunk() == b"data: 2\n\n"
+        assert await client.chunk() == DONE
         assert await client.chunk() == b""
         assert await client.rest() == b""
         assert await stopping == 0

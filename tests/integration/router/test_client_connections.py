@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.router.http.server import Limits
-from kvrelay.testing.fake_engine import FakeEngine, hang, stream
+from kvrelay.testing.fake_engine import DONE, FakeEngine, hang, stream
 from kvrelay.testing.raw_http import RawClient, get, post
 
 Pair = tuple[FakeEngine, FakeEngine, int]
@@ -133,13 +133,13 @@ async def test_a_request_that_arrives_byte_by_byte_is_understood(pair: Pair) -> 
 
 async def test_http_1_0_is_answered_without_chunks_and_closed(pair: Pair) -> None:
     _, decode, port = pair
-    decode.script(stream([b"data: 1\n\n"]))
+    decode.script(stream([DONE]))
     async with await RawClient.open(port) as client:
         client.send(HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
         status, headers = await client.head()
         assert status == 200
         assert "transfer-encoding" not in headers
-        assert await client.rest() == b"data: 1\n\n"
+        assert await client.rest() == DONE
 
 
 async def test_connection_close_is_honoured(pair: Pair) -> None:
@@ -200,9 +200,10 @@ async def test_a_long_answer_outlives_the_limits_on_receiving(engine: Any, route
     service = await router([prefill], [decode], limits=Limits(idle_s=0.05, receive_s=0.05))
     async with await RawClient.open(service.port) as client, await RawClient.open(service.port) as idle:
         client.post("/v1/completions", BODY)
-        await client.head()
+        await decode.asked(1)
         assert await idle.rest() == b""  # the limit has passed
         gate.release()
+        await client.head()
         assert await client.chunk() == b"data: 1\n\n"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from kvrelay.testing.fake_engine import FakeEngine, stream
+from kvrelay.testing.fake_engine import DONE, FakeEngine, stream
 from kvrelay.testing.raw_http import RawClient, get, post
 
 if TYPE_CHECKING:
@@ -72,16 +72,17 @@ async def test_each_streamed_chunk_is_passed_on_before_the_next_is_there(pair: P
     """1. D sends a chunk and waits. 2. The client has it. 3. Only then may D send the next."""
     _, decode, port = pair
     gate = asyncio.Semaphore(0)
-    events = [f"data: {i}\n\n".encode() for i in range(5)]
+    events = [*(f"data: {i}\n\n".encode() for i in range(5)), DONE]
     decode.script(stream(events, gate=gate))
     async with await RawClient.open(port) as client:
         client.post("/v1/completions", {"prompt": "a", "stream": True})
+        gate.release()
         status, headers = await client.head()
         assert status == 200
         assert headers["content-type"].startswith("text/event-stream")
         for event in events:
-            gate.release()
             assert await client.chunk() == event
+            gate.release()
         assert await client.chunk() == b""
 
 

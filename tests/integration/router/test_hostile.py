@@ -11,7 +11,7 @@ from kvrelay.router import checkups, models, passthrough
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.http import upstream
 from kvrelay.router.http.server import Limits
-from kvrelay.testing.fake_engine import FakeEngine, drop, fail, hang, raw, stream
+from kvrelay.testing.fake_engine import DONE, FakeEngine, drop, fail, hang, raw, stream
 from kvrelay.testing.raw_http import RawClient, get, post
 
 Pair = tuple[FakeEngine, FakeEngine, int]
@@ -29,14 +29,15 @@ async def test_half_a_request_behind_a_whole_one_does_not_cut_its_answer(engine:
     """
     prefill, decode = await engine(), await engine()
     gate = asyncio.Semaphore(0)
-    decode.script(stream([b"data: 1\n\n"], gate=gate))
+    decode.script(stream([DONE], gate=gate))
     service = await router([prefill], [decode], limits=Limits(idle_s=0.05, receive_s=0.05))
     async with await RawClient.open(service.port) as client, await RawClient.open(service.port) as idle:
         client.send(HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY + HEAD)
-        await client.head()
+        await decode.asked(1)
         assert await idle.rest() == b""  # the limits have passed
         gate.release()
-        assert await client.chunk() == b"data: 1\n\n"
+        await client.head()
+        assert await client.chunk() == DONE
         assert await client.chunk() == b""
         assert (await client.answer()).status == 408
 
@@ -229,9 +230,11 @@ async def test_a_body_that_breaks_off_is_never_made_to_look_whole(pair: Pair, an
     decode.script(raw(answer, close=True))
     async with await RawClient.open(port) as client:
         client.post("/v1/completions", ASK)
-        assert (await client.head())[0] == 200
-        rest = await client.rest()
-        assert not rest.endswith(b"0\r\n\r\n")
+        status, _ = await client.head()
+        if status == 200:
+            assert not (await client.rest()).endswith(b"0\r\n\r\n")
+        else:
+            assert status == 502
 
 
 async def test_a_prefill_leg_ends_in_time_even_if_its_engine_drips(engine: Any, router: Any) -> None:

@@ -169,8 +169,8 @@ async def test_a_streamed_response_begins_with_its_first_event_that_is_not_a_rep
     decode.script(stream(pieces, gate=gate))
     async with await RawClient.open(port) as client:
         client.post("/v1/responses", {"input": "a", "stream": True})
-        _, headers = await client.head()
         gate.release()
+        _, headers = await client.head()
         assert await client.chunk() == pieces[0]
         record = f"/kvrelay/handovers/{headers['x-kvrelay-handover']}"
         assert (await get(port, record)).json["timestamps"]["decode_begin"] is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.testing.fake_engine import FakeEngine, drop, fail, raw, stream
+from kvrelay.testing.fake_engine import DONE, FakeEngine, drop, fail, raw, stream
 from kvrelay.testing.raw_http import RawClient, get, post
 
 Pair = tuple[FakeEngine, FakeEngine, int]
@@ -41,9 +41,9 @@ async def test_a_body_that_is_not_json_is_passed_on_untouched(pair: Pair) -> Non
 
 async def test_a_stream_is_passed_on_as_it_comes(pair: Pair) -> None:
     _, decode, port = pair
-    decode.script(stream([b"event: a\ndata: 1\n\n", b"data: 2\n\n"]))
+    decode.script(stream([b"event: a\ndata: 1\n\n", DONE]))
     answer = await post(port, "/v1/audio/translations", {"input": "a", "stream": True})
-    assert answer.body == b"event: a\ndata: 1\n\ndata: 2\n\n"
+    assert answer.body == b"event: a\ndata: 1\n\n" + DONE
 
 
 async def test_requests_rotate_over_d(engine: Any, router: Any) -> None:

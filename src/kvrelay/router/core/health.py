@@ -6,6 +6,8 @@ bring about by what it sends, a 4xx or a 501, never does; nor does 429, by which
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 
@@ -15,6 +17,8 @@ class HealthSettings(Struct, frozen=True):
     failures: int = 3
     rest_s: float = 1.0
     max_rest_s: float = 30.0
+    probe_failures: int = 3
+    """How many probes in a row must fail for an engine to be down."""
 
 
 def is_engine_fault(status: int) -> bool:
@@ -57,7 +61,7 @@ class Suspicion:
 class Health:
     """The record of one engine."""
 
-    __slots__ = ("_on_trial", "_rests", "_settings", "failures", "resting_until")
+    __slots__ = ("_missed", "_on_trial", "_rests", "_settings", "_wakes_at", "down", "failures")
 
     def __init__(self, settings: HealthSettings) -> None:
         """A new engine is trusted."""
@@ -66,24 +70,49 @@ class Health:
         self._on_trial = False
         self.failures = 0
         """In a row, up to now."""
-        self.resting_until = 0.0
+        self._wakes_at = 0.0
+        self._missed = 0
+        self.down = False
+        """By its probes, which failed several times in a row."""
+
+    @property
+    def resting_until(self) -> float:
+        """When its rest ends: never, as far as is known, while it is down."""
+        return math.inf if self.down else self._wakes_at
 
     def is_resting(self, now: float) -> bool:
         """Whether it should be passed over. After a rest it is tried again, and one more failure rests it longer."""
-        return now < self.resting_until
+        return self.down or now < self._wakes_at
+
+    def probed(self, now: float, *, well: bool) -> bool:
+        """The answer to a probe. Whether it changes what is thought of the engine.
+
+        One that answers probes again is tried with one request at once, whatever was left of its rest. While it
+        answers them a probe says nothing about its requests: those have the breaker.
+        """
+        if not well:
+            self._missed += 1
+            turned = not self.down and self._missed >= self._settings.probe_failures
+            self.down = self.down or turned
+            return turned
+        turned, self.down, self._missed = self.down, False, 0
+        if turned and not self._on_trial:
+            self._wakes_at = min(self._wakes_at, now)
+        return turned
 
     def asked(self, now: float) -> None:
         """A request is sent. The first after a rest is a trial: for a while the others go past the engine still."""
         if self.failures >= self._settings.failures and not self.is_resting(now):
             self._on_trial = True
-            self.resting_until = now + self._settings.rest_s
+            self._wakes_at = now + self._settings.rest_s
 
     def succeeded(self) -> None:
         """The engine answered something it is not to be blamed for."""
         self._on_trial = False
         self.failures = 0
-        self._rests = 0
-        self.resting_until = 0.0
+        self._rests = self._missed = 0
+        self._wakes_at = 0.0
+        self.down = False
 
     def failed(self, now: float) -> bool:
         """A failure of the engine. Whether it goes to rest with this one."""
@@ -93,5 +122,5 @@ class Health:
         self._on_trial = False
         rest = min(self._settings.rest_s * 2**self._rests, self._settings.max_rest_s)
         self._rests = min(self._rests + 1, 32)
-        self.resting_until = now + rest
+        self._wakes_at = now + rest
         return True

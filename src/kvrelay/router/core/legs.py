@@ -132,6 +132,11 @@ class ClientBody:
         return self._num_continuations * self._num_prompts
 
     @property
+    def streams(self) -> bool:
+        """Whether a stream of events is asked for."""
+        return self.fields.get("stream") == _TRUE
+
+    @property
     def reads_no_kv(self) -> bool:
         """Whether vLLM computes the whole prompt on the decode side whatever is handed over: prompt logprobs."""
         if self.endpoint not in _OPENAI:

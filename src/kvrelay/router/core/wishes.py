@@ -8,13 +8,15 @@ from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
 from kvrelay.types import OnLostKv
+from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ON_LOST_KV = b"x-kvrelay-on-lost-kv"
 PROOF = b"x-kvrelay-proof"
-HEADERS = frozenset({ON_LOST_KV, PROOF})
+TIMEOUT = b"x-kvrelay-timeout"
+HEADERS = frozenset({ON_LOST_KV, PROOF, TIMEOUT})
 """Not passed on."""
 _T = TypeVar("_T")
 _PROOF = {"yes": True, "no": False}
@@ -43,6 +45,25 @@ def read_wishes(header: Callable[[bytes], bytes | None], default: OnLostKv, *, t
         )
     said = header(PROOF)
     return Wishes(policy, proof=said is not None and _one_of(PROOF, said, _PROOF))
+
+
+def read_time_limit(header: Callable[[bytes], bytes | None], default_s: float) -> float:
+    """How many seconds a request may take as a whole, 0 for any time: its header's, if the deployment's is no less.
+
+    Raises:
+        BadRequestError: the header's value is none.
+    """
+    said = header(TIMEOUT)
+    if said is None:
+        return default_s
+    try:
+        asked_s = float(said)
+    except ValueError:
+        asked_s = 0.0
+    if not 0 < asked_s <= MAX_LEASE_S:
+        shown = said[:64].decode("latin-1")
+        raise BadRequestError(f"{TIMEOUT.decode()}: {shown!r} is not a time; legal: seconds up to {MAX_LEASE_S:g}")
+    return min(asked_s, default_s) if default_s else asked_s
 
 
 def _one_of(name: bytes, said: bytes, legal: dict[str, _T]) -> _T:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kvrelay.router.http.deadline import Deadline
     from kvrelay.router.http.messages import Headers
 
+MAX_KEPT_BYTES = 16 << 20
+"""Of an answer that nobody takes yet; the rest waits in the engine's buffers."""
+
 
 class Carrier(Protocol):
     """The connection a call is on."""
@@ -43,8 +46,8 @@ class Call:
     """One request in flight. Its connection calls the ``on_...`` methods; everything else is for its owner."""
 
     __slots__ = (
-        "_begins", "_chunks", "_connection", "_deadline", "_done", "_error", "_first", "_head", "_loop", "_moving",
-        "_paused", "_silence_s", "_sink", "ended", "headers", "reason", "status", "whole",
+        "_at_least", "_begins", "_chunks", "_connection", "_deadline", "_done", "_error", "_first", "_full", "_head",
+        "_kept", "_loop", "_moving", "_paused", "_silence_s", "_sink", "ended", "headers", "reason", "status", "whole",
     )  # fmt: skip
 
     def __init__(self, connection: Carrier, loop: asyncio.AbstractEventLoop) -> None:
@@ -58,6 +61,9 @@ class Call:
         self._error: EngineError | None = None
         self._sink: Callable[[bytes], None] | None = None
         self._chunks: list[bytes] = []
+        self._kept = 0
+        self._at_least = 1
+        self._full = False
         self._deadline = connection.deadline
         self._silence_s = 0.0
         self._moving = True
@@ -77,24 +83,24 @@ class Call:
         if not self.ended:
             self._deadline.clear()
 
-    async def begun(self, timeout_s: float, begins: Callable[[bytes], bool] = bool) -> None:
-        """Wait for the body's first bytes, or its end; they are kept for `pipe`.
+    async def begun(self, timeout_s: float, begins: Callable[[bytes], bool] = bool, *, at_least: int = 1) -> bytes:
+        """Wait for the body's first bytes, or its end. What is there by then, which is kept for `pipe`.
 
         ``begins``: given each piece, whether the answer has begun by now; with the first byte, if not given.
 
         Raises:
-            EngineError: the connection was lost, or nothing came for ``timeout_s``.
+            EngineError: the connection was lost, or they did not come within ``timeout_s``.
         """
         if self._error is not None:
             raise self._error
-        self._begins = begins
-        if self.ended or any(self._begins(data) for data in self._chunks):
-            return
-        self._first = self._loop.create_future()
-        self._deadline.set(timeout_s)
-        await self._first
-        if not self.ended:
-            self._deadline.clear()
+        self._begins, self._at_least = begins, at_least
+        if not self.ended and not (any(begins(data) for data in self._chunks) and self._kept >= at_least):
+            self._first = self._loop.create_future()
+            self._deadline.set(timeout_s)
+            await self._first
+            if not self.ended:
+                self._deadline.clear()
+        return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
 
     @property
     def has_body(self) -> bool:
@@ -144,6 +150,9 @@ class Call:
             raise self._error
         if self.ended:
             return
+        if self._full:
+            self._full = False
+            self._connection.resume_reading()
         self._sink = sink
         self._silence_s = limit_s
         self._moving = moving
@@ -193,8 +202,14 @@ class Call:
         """More of the body."""
         if self._sink is None:
             self._chunks.append(data)
+            self._kept += len(data)
             if self._first is not None and not self._first.done() and self._begins(data):
-                self._first.set_result(None)
+                self._begins = bool
+                if self._kept >= self._at_least:
+                    self._first.set_result(None)
+            if self._kept >= MAX_KEPT_BYTES and not self._full:
+                self._full = True
+                self._connection.pause_reading()
             return
         if self._moving:
             self._deadline.set(self._silence_s)
@@ -202,8 +217,8 @@ class Call:
 
     def on_end(self) -> None:
         """The answer is whole; the connection may already serve another call."""
-        if self._paused:
-            self._paused = False
+        if self._paused or self._full:
+            self._paused = self._full = False
             self._connection.resume_reading()
         self.ended = True
         self._deadline.clear()

@@ -49,6 +49,7 @@ class Reply:
         "always",
         "close",
         "dialect",
+        "events",
         "finished",
         "last",
         "num_bytes",
@@ -74,6 +75,8 @@ class Reply:
         self.close = close or request is None or not request.keep_alive
         self.started = False
         self.finished = False
+        self.events = False
+        """Whether the body is a stream of events, of which whole ones were written so far."""
         self.always: Headers = []
         """Headers of the answer, whoever gives it, unless it has them."""
         self.status = 0
@@ -168,6 +171,19 @@ class Reply:
             self.abort()
         else:
             self.answer(refusal.status, refusal.body_for(self.dialect), headers=headers)
+
+    def break_off(self, refusal: Refusal) -> None:
+        """End an answer that will not be whole: with the error itself, an event of it, or a closed connection."""
+        if self.started and self.events and not self.finished:
+            self.write(refusal.event_for(self.dialect))
+            self.finish()
+        elif not self.finished:
+            self.refuse(refusal)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client is gone."""
+        return self._gone
 
     def abort(self) -> None:
         """Break off: the client sees that the answer is not whole."""
