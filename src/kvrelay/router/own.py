@@ -30,9 +30,17 @@ class OwnPages:
     """The router's own endpoints."""
 
     def __init__(
-        self, engines: Engines, desk: TicketDesk | None, book: RecordBook, metrics: RouterMetrics, census: Census
+        self,
+        engines: Engines,
+        desk: TicketDesk | None,
+        book: RecordBook,
+        metrics: RouterMetrics,
+        census: Census,
+        *,
+        colocated_fallback: bool = False,
     ) -> None:
-        """Reads what the others keep."""
+        """Reads what the others keep. ``colocated_fallback``: whether prefill engines can answer alone."""
+        self._able = frozenset(Role) if colocated_fallback else frozenset({Role.DECODE})
         self._engines = engines
         self._desk = desk
         self._book = book
@@ -47,12 +55,12 @@ class OwnPages:
         self._checkups.close()
 
     async def health(self, reply: Reply) -> None:
-        """200 while a decode engine is well, since it can answer alone; 503 otherwise, and before the router ends.
+        """200 while an engine is well that can answer alone; 503 otherwise, and before the router ends.
 
         Every engine's state as JSON.
         """
         states = await asyncio.gather(*(self._state(engine) for engine in self._engines.all))
-        able = any(state["role"] == Role.DECODE and state["healthy"] for state in states)
+        able = any(state["role"] in self._able and state["healthy"] for state in states)
         whole = all(state["healthy"] for state in states)
         pool = "unused" if self._desk is None else "up" if self._desk.up else "away"
         status = "draining" if self.draining else ("ok" if whole else "degraded") if able else "unavailable"

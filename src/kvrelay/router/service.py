@@ -104,7 +104,9 @@ class RouterService:
             dispatch=config.dispatch,
         )
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
-        self._own = OwnPages(engines, self._desk, book, metrics, census)
+        self._own = OwnPages(
+            engines, self._desk, book, metrics, census, colocated_fallback=config.routing.colocated_fallback
+        )
         self._connections = Registry()
         self._names = Names()
         self._server: asyncio.Server | None = None

@@ -430,10 +430,14 @@ async def test_the_next_prefill_engine_answers_where_one_fails(start: Any) -> No
     assert answer.headers["x-kvrelay-decode"] == "p1"
 
 
-async def test_without_the_option_nobody_answers(start: Any) -> None:
-    stack: Stack = await start(1, 1)
+@pytest.mark.parametrize(("fallback", "status"), [(False, 503), (True, 200)])
+async def test_the_option_says_whether_without_decode_engines_there_is_anybody(
+    start: Any, *, fallback: bool, status: int
+) -> None:
+    stack: Stack = await start(1, 1, colocated_fallback=fallback)
     await stack.decodes[0].stop()
-    assert (await stack.ask()).status == 503
+    assert (await stack.ask()).status == status
+    assert (await get(stack.port, "/health")).status == status
 
 
 async def test_a_busy_decode_engine_is_alive(start: Any) -> None:
