@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvrelay.router.core.policy.base import NO_REQUEST, EngineView, Snapshot, select
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.policy.base import Policy, RequestView, Rng
@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 class Picker:
     """Asks one policy about engines of one role."""
 
-    __slots__ = ("_num_joined", "_orders", "_rng", "policy", "why")
+    __slots__ = ("_num_joined", "_orders", "_rng", "on_left", "policy", "why")
 
     def __init__(self, policy: Policy, rng: Rng) -> None:
         """``rng``: what chance the policy gets."""
         self.policy = policy
         self.why = ""
         """Of the last pick."""
+        self.on_left: Callable[[str], None] | None = None
+        """Who else is to hear of an engine that is gone."""
         self._rng = rng
         self._orders: dict[Engine, int] = {}
         self._num_joined = 0
 
     def pick(
         self,
-        engines: Iterable[Engine],
+        engines: Sequence[Engine],
         now: float,
         tried: Collection[Engine] = (),
         request: RequestView = NO_REQUEST,
@@ -37,8 +39,11 @@ class Picker:
     ) -> Engine | None:
         """The engine to ask; None if there is none. ``prefer``: the engine to ask if it is well, whatever the policy.
 
-        ``engines``: in the order in which they joined; ``tried``: those not to be asked again.
+        ``engines``: all there are, in the order in which they joined; one that was among them and is not any more is
+        forgotten. ``tried``: those not to be asked again.
         """
+        if len(self._orders) > len(engines):
+            self._forget_others(engines)
         offered = {engine.name: engine for engine in engines if engine not in tried}
         engine = offered.get(prefer)
         if engine is not None and not engine.draining and not engine.health.is_resting(now):
@@ -56,10 +61,12 @@ class Picker:
         """Engines as they are now."""
         return tuple(self._view(engine, now) for engine in engines if engine not in without)
 
-    def left(self, engine: Engine) -> None:
-        """An engine is gone for good."""
-        self._orders.pop(engine, None)
-        self.policy.forget(engine.name)
+    def _forget_others(self, engines: Collection[Engine]) -> None:
+        for engine in [known for known in self._orders if known not in engines]:
+            del self._orders[engine]
+            self.policy.forget(engine.name)
+            if self.on_left is not None:
+                self.on_left(engine.name)
 
     def _view(self, engine: Engine, now: float) -> EngineView:
         order = self._orders.get(engine)
