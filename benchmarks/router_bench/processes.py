@@ -68,9 +68,12 @@ def on_core(place: int, priority: int) -> Callable[[], None]:
 
     def prepare() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
         os.sched_setaffinity(0, {core})
-        with suppress(PermissionError):
+        if priority:
             os.setpriority(os.PRIO_PROCESS, 0, priority)
+            with suppress(OSError):  # where the kernel groups processes by session, a group's value counts
+                Path("/proc/self/autogroup").write_text(str(priority), encoding="ascii")
 
     return prepare
 
