@@ -190,10 +190,10 @@ class Decoding:
         end = StreamEnd.of(handover.body.endpoint)
         self._relay = Relay(call, handover.reply, own, on_first_byte, trailer, self._begins(call), end)
         routing = handover.router.routing
-        self._relay.counts_events = routing.measures
         await self._relay.run(silence_s=silence_s)
         handover.step(Event.LAST_BYTE)
-        routing.streamed(handover.record, engine, self._relay.num_events)
+        if routing.measures:
+            routing.streamed(handover.record, engine, handover.reply.num_events)
         return "ok" if call.status < 400 else "client_error"
 
     def _begins(self, call: Call) -> Callable[[bytes], bool]:

@@ -25,8 +25,7 @@ class Relay:
     """Joins a call to a reply."""
 
     __slots__ = (
-        "_begins", "_call", "_cutter", "_end", "_framed", "_on_first_byte", "_reply", "_trailer", "counts_events",
-        "num_events",
+        "_begins", "_call", "_cutter", "_end", "_framed", "_on_first_byte", "_reply", "_trailer",
     )  # fmt: skip
 
     def __init__(
@@ -44,9 +43,6 @@ class Relay:
         ``on_first_byte``: called when the body begins, which ``begins`` tells of each piece. ``trailer``: what comes
         after a stream's last event. ``end``: what a stream of events must end with.
         """
-        self.counts_events = False
-        """Whether `num_events` is wanted."""
-        self.num_events = 0
         self._trailer = trailer
         self._begins = begins
         self._end = end
@@ -90,8 +86,6 @@ class Relay:
         if self._on_first_byte is not None and self._begins(data):
             self._on_first_byte()
             self._on_first_byte = None
-        if self.counts_events:
-            self.num_events += data.count(b"\n\n")
         last = self._call.whole and self._trailer is None
         if self._cutter is not None:
             data = self._cutter.feed(data)

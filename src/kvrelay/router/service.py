@@ -19,6 +19,7 @@ from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
 from kvrelay.router.core.wishes import read_time_limit
 from kvrelay.router.engines import Engines
+from kvrelay.router.http.messages import Request
 from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
 from kvrelay.router.metrics import RouterMetrics
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvrelay.router.config import RouterConfig
-    from kvrelay.router.http.messages import Request
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.tickets import TicketClient
 
@@ -130,7 +130,10 @@ class RouterService:
         host, port = self._config.host, self._config.port
         try:
             self._server = await loop.create_server(
-                lambda: Connection(self._handle, self._limits, self._connections, loop), host, port, backlog=BACKLOG
+                lambda: Connection(self._handle, self._limits, self._connections, loop, self._refuse),
+                host,
+                port,
+                backlog=BACKLOG,
             )
         except OSError as error:
             await self._observer.close()
@@ -195,6 +198,14 @@ class RouterService:
             self._metrics.requests.labels(endpoint, outcome).inc()
             self._observer.over(request, reply, outcome, told=known not in _PROBES)
             logger.debug("%s %s: %s", request.method, request.path, outcome)
+
+    def _refuse(self, refusal: Refusal, reply: Reply) -> None:
+        """Answer what could not be read as a request."""
+        nothing = Request(method="", target=b"", headers=[], body=b"", http_1_0=False, keep_alive=False)
+        self._observer.arrived(nothing, reply, self._names.make(), traced=False)
+        reply.refuse(refusal)
+        self._metrics.requests.labels("other", "client_error").inc()
+        self._observer.over(nothing, reply, "client_error", told=True)
 
     async def _dispatch(self, known: Route, request: Request, reply: Reply, name: str) -> str:
         match known:

@@ -97,6 +97,9 @@ async def test_every_way_to_end_has_its_line_and_probes_have_none(
     await get(port, "/v1/models")
     await get(port, "/health")
     await get(port, "/metrics")
+    async with await RawClient.open(port) as client:
+        client.send(b"nonsense\r\n\r\n")
+        refused = await client.answer()
     decode.script(fail(500))
     await post(port, PATH, ASK)
     decode.script(stream([b"data: 1\n\n"], ending="drop"))
@@ -107,10 +110,12 @@ async def test_every_way_to_end_has_its_line_and_probes_have_none(
         await until(lambda: len(decode.requests) == 4)
     await decode.left_by(1)
     await service.stop()
+    assert read(path)[4]["request_id"] == refused.headers["x-request-id"]
     told = [(line["path"], line["status"], line["outcome"]) for line in read(path)]
     assert told == [
         (PATH, 400, "client_error"), ("/nowhere", 404, "client_error"), ("/v1/embeddings", 200, "ok"),
-        ("/v1/models", 200, "ok"), (PATH, 500, "error"), (PATH, 200, "error"), (PATH, 0, "cancelled"),
+        ("/v1/models", 200, "ok"), ("", 400, "client_error"), (PATH, 500, "error"), (PATH, 200, "error"),
+        (PATH, 0, "cancelled"),
     ]  # fmt: skip
 
 

@@ -58,8 +58,10 @@ class Connection(asyncio.Protocol):
         limits: Limits,
         registry: Registry,
         loop: asyncio.AbstractEventLoop,
+        refuse: Callable[[Refusal, Reply], None] = lambda refusal, reply: reply.refuse(refusal),
     ) -> None:
-        """``handler`` answers a request; ``registry`` holds the open connections."""
+        """``handler`` answers a request; ``registry`` holds the open connections; ``refuse`` answers what is none."""
+        self._refuse_unread = refuse
         self._handler = handler
         self._limits = limits
         self._registry = registry
@@ -320,7 +322,7 @@ class Connection(asyncio.Protocol):
 
     def _say_refusal(self, refusal: Refusal) -> None:
         transport = cast("asyncio.Transport", self._transport)
-        Reply(transport, None, close=True, writable=self._writable).refuse(refusal)
+        self._refuse_unread(refusal, Reply(transport, None, close=True, writable=self._writable))
         self._linger()
 
     def _linger(self) -> None:
