@@ -9,7 +9,7 @@ import resource
 import signal
 from typing import TYPE_CHECKING
 
-from kvrelay.cli import router_resilience, routing
+from kvrelay.cli import kv, router_resilience, routing
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
@@ -82,6 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"when a decode leg is sent: {', '.join(Dispatch)} (%(default)s)",
     )  # fmt: skip
     routing.add_arguments(serve)
+    kv.add_arguments(serve)
     serve.add_argument(
         "--max-body-mib",
         type=int,
@@ -134,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
             max_reprefills=args.max_reprefills,
             dispatch=args.dispatch,
             routing=routing.settings_of(args),
+            kv=kv.settings_of(args),
             max_body_mib=args.max_body_mib,
             observing=Observing(
                 access_log=args.access_log,

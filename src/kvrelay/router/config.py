@@ -10,6 +10,7 @@ from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.fleet import Address, parse_address
+from kvrelay.router.core.kv.settings import KvSettings, kv_problems
 from kvrelay.router.core.observing.settings import Observing, observing_problems
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.core.routing import RoutingSettings, routing_problems
@@ -44,6 +45,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     max_reprefills: int = 1
     dispatch: str = "sequential"
     routing: RoutingSettings = RoutingSettings()
+    kv: KvSettings = KvSettings()
     max_body_mib: int = 64
     observing: Observing = Observing()
     resilience: Resilience = Resilience()
@@ -68,6 +70,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_reprefills: int
     dispatch: Dispatch
     routing: RoutingSettings
+    kv: KvSettings
     max_body_bytes: int
     observing: Observing
     resilience: Resilience
@@ -122,6 +125,8 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     problems += _dispatch_problems(settings)
     problems += _observing_problems(settings.observing)
     problems += routing_problems(settings.routing, hands_over=profile is None or profile.hands_over)
+    engines = [f"P{number}" for number in range(len(prefills))] + [f"D{number}" for number in range(len(decodes))]
+    problems += kv_problems(settings.kv, settings.routing.policies, engines)
     if problems:
         raise ConfigError(*problems)
     return RouterConfig(
@@ -141,6 +146,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         max_reprefills=settings.max_reprefills,
         dispatch=Dispatch(settings.dispatch),
         routing=settings.routing,
+        kv=settings.kv,
         max_body_bytes=settings.max_body_mib << 20,
         observing=settings.observing,
         resilience=settings.resilience,

@@ -267,6 +267,25 @@ class Engines:
             call.close()
         return call.status, body
 
+    async def post(
+        self, engine: Engine, path: str, headers: Headers, body: bytes, *, limit_bytes: int, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """POST JSON to ``path`` and return the status and the body. Counts neither for nor against the engine.
+
+        Raises:
+            EngineError: it did not answer in time, or with more than ``limit_bytes``.
+        """
+        address, rules = engine.address, self.header_rules
+        headers = [header for header in headers if rules is None or rules.passes(header[0])]
+        line = f"POST {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
+        framing = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        call = await self._clients[engine].open(line + render(headers) + framing + body, timeout_s=timeout_s)
+        try:
+            answer = await call.read(limit_bytes=limit_bytes, timeout_s=timeout_s)
+        finally:
+            call.close()
+        return call.status, answer
+
     def close(self) -> None:
         """Close all connections."""
         for client in self._clients.values():

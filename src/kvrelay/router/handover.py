@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.lifecycle import Event, State
@@ -86,6 +88,7 @@ class Handover:
         if (nowhere := await self._look_around()) is not None:
             self.step(Event.FAILED)
             return self.refuse(nowhere)
+        await self._find_token_ids()
         bypass = self._bypass
         if (refused := self._refused(bypass)) is not None:
             self.step(Event.FAILED)
@@ -112,6 +115,16 @@ class Handover:
             if answered is not Action.RECOMPUTE:
                 await prefilling.run()
         return answered
+
+    async def _find_token_ids(self) -> None:
+        """Where a policy wants them."""
+        described, record = self.described, self.record
+        if (finder := self.router.routing.token_finder) is not None:
+            strangers = {engine for engines in self.strangers.values() for engine in engines}
+            ids, record.token_ids = await finder.find(self.body, described.prompt, self.request, strangers)
+            if ids is not None:
+                view = msgspec.structs.replace(described.view, tokens=ids, num_tokens=len(ids))
+                self.described = msgspec.structs.replace(described, view=view)
 
     async def _look_around(self) -> Refusal | None:
         """Find out who cannot be asked: who does not serve the model, or does not hold what is continued."""

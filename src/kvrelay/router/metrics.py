@@ -13,6 +13,7 @@ from prometheus_client.utils import floatToGoString
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.observing.timings import SECONDS, Timings
 from kvrelay.router.counting import Counter, Gauge, Histogram
+from kvrelay.router.kv.metrics import KvMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ class RouterMetrics:
     def __init__(self, engines: Sequence[Engine]) -> None:
         """``engines``: whose series exist from the start."""
         self.registry = registry = CollectorRegistry()
+        self.kv = KvMetrics(registry)
         self.requests = Counter(
             "kvrelay_router_requests", "Requests answered, by endpoint and outcome",
             ("endpoint", "outcome"), registry=registry,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvrelay.router.engines import Engines
     from kvrelay.router.handover import Handover
     from kvrelay.router.http.messages import Request
+    from kvrelay.router.kv.token_ids import TokenFinder
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.types import Lost, Proof
 
@@ -58,8 +59,15 @@ class Described(Struct, frozen=True):
 class Routing:
     """One for a router."""
 
-    def __init__(self, settings: RoutingSettings, engines: Engines, metrics: RouterMetrics) -> None:
-        """Engines' policies are those of ``engines``."""
+    def __init__(
+        self,
+        settings: RoutingSettings,
+        engines: Engines,
+        metrics: RouterMetrics,
+        token_finder: TokenFinder | None = None,
+    ) -> None:
+        """Engines' policies are those of ``engines``. ``token_finder``: for those that want token ids."""
+        self.token_finder = token_finder
         self.colocated_fallback = settings.colocated_fallback
         self._session_header = settings.session_header.lower().encode()
         self._engines = engines

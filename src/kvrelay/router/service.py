@@ -22,6 +22,8 @@ from kvrelay.router.engines import Engines
 from kvrelay.router.http.messages import Request
 from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
+from kvrelay.router.kv.hub import make_hub
+from kvrelay.router.kv.token_ids import make_finder
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.models import Catalogue
 from kvrelay.router.naming import Names
@@ -63,14 +65,16 @@ class RouterService:
         self._config = config
         self._limits = limits or Limits(max_body_bytes=config.max_body_bytes)
         settings = health or HealthSettings()
+        policies = config.routing.make_policies()
         prefills = make_engines(Role.PREFILL, config.prefills, settings)
         decodes = make_engines(Role.DECODE, config.decodes, settings)
         self._metrics = metrics = RouterMetrics(prefills + decodes)
         self._resilience = resilience = config.resilience
         self.engines = engines = Engines(
             prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics, budget=resilience.budget,
-            header_rules=rules_of(config.observing.headers), policies=config.routing.make_policies(),
+            header_rules=rules_of(config.observing.headers), policies=policies,
         )  # fmt: skip
+        self.kv = make_hub(config.kv, policies.values(), metrics.kv)
         self._prober = Prober(engines, resilience.probe_interval_s)
         self._desk = None
         census = Census({engine.name for engine in engines.all}, metrics)
@@ -99,7 +103,7 @@ class RouterService:
             metrics,
             timeouts,
             LostKv(policy=config.on_lost_kv, max_reprefills=config.max_reprefills),
-            Routing(config.routing, engines, metrics),
+            Routing(config.routing, engines, metrics, make_finder(config.kv, policies.values(), engines, metrics.kv)),
             now,
             dispatch=config.dispatch,
         )
@@ -146,6 +150,8 @@ class RouterService:
                 await self._observer.close()
                 raise
         self._prober.watch(self.engines.all)
+        if self.kv is not None:
+            self.kv.start()
 
     async def stop(self) -> int:
         """Give notice, then take no more requests, let those in flight end within the drain time, close everything.
@@ -163,6 +169,8 @@ class RouterService:
         for connection in self._connections:
             connection.abort()
         await self._connections.emptied(timeout_s=ABORT_TIMEOUT_S)
+        if self.kv is not None:
+            await self.kv.close()
         if self._desk is not None:
             await self._desk.close()
         self._own.close()

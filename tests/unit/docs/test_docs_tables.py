@@ -195,7 +195,7 @@ def test_what_the_prefill_leg_leaves_out(prose: dict[str, str]) -> None:
 
 def test_metrics_of_the_router(pages: dict[str, str], tables: Tables) -> None:
     metrics = RouterMetrics([])
-    found = [*vars(metrics).values()]
+    found = [*vars(metrics).values(), *vars(metrics.kv).values()]
     known = {
         f"{metric.name}{'_total' if isinstance(metric, Counter) else ''}": set(metric.labelnames)
         for metric in found

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -313,3 +314,22 @@ def test_router_and_engines_send_their_traces_to_one_collector() -> None:
 def test_a_collector_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"otlp_endpoint = 'collector' .*: it is not a URL"):
         plan_of({"otlp_endpoint": "collector"})
+
+
+def test_engines_of_a_kv_aware_policy_publish_to_the_router_alone() -> None:
+    plan = plan_of({"router.decode_policy": "kv-aware:overlap=2", "decode.count": "2", "router.token_ids": "off"})
+    assert json.loads(after(spec(plan, "D1"), "--kv-events-config")) == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "ipc:///run/kv/ipc/D1-kv",
+        "replay_endpoint": "ipc:///run/kv/ipc/D1-kvr",
+    }
+    assert "--kv-events-config" not in spec(plan, "P0").argv
+    router = spec(plan, "router")
+    given = [value for flag, value in pairwise(router.argv) if flag == "--kv-events"]
+    assert given == [f"{name}=ipc:///run/kv/ipc/{name}-kv,ipc:///run/kv/ipc/{name}-kvr" for name in ("D0", "D1")]
+    assert after(router, "--token-ids") == "off"
+    with pytest.raises(ConfigError, match="2 data-parallel ranks in a decode engine"):
+        plan_of({"router.decode_policy": "kv-aware", "decode.data_parallel_size": "2"})
+    with pytest.raises(ConfigError, match="--kv-events-config is chosen by kvrelay up"):
+        plan_of({"router.policy": "kv-aware", "engine.args": "--kv-events-config {}"})

@@ -13,6 +13,7 @@ from msgspec import Struct
 from pydantic import ValidationError
 
 from kvrelay.errors import ConfigError
+from kvrelay.launch.core.kv_events import kv_events_problems
 from kvrelay.launch.core.settings import NO_CONNECTOR, UpSettings, flag_of, leaves, variable_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.observing.settings import is_collector
@@ -177,6 +178,7 @@ def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
     yield from _dispatch_problems(settings, names)
     for problem in routing_problems(settings.router.routing, hands_over=_hands_over(settings.connector)):
         yield f"router: {problem}"
+    yield from kv_events_problems(settings, names)
     for role, count in counts.items():
         if count == 0:
             origin = names[f"{role}.count"]

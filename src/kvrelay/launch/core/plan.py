@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 from kvrelay.errors import ConfigError
+from kvrelay.launch.core import kv_events
 from kvrelay.launch.core.engine import DEFAULT_CPU_KV_BYTES, engine_arguments, names_of, ranks_of
 from kvrelay.launch.core.placement import bind_cores, give_devices
 from kvrelay.profiles.base import EngineSetup
+from kvrelay.router.core.kv.settings import TokenIds
 from kvrelay.router.core.observing.settings import traces_url
 from kvrelay.types import Dispatch, OnLostKv
 
@@ -119,7 +121,8 @@ class _Planner:
 
     def plan(self) -> Plan:
         profile = self._settings.profile
-        if profile and profile.uses_pool and len(self._pool_socket) > MAX_SOCKET_PATH:
+        publish = any(kv_events.publishes(self._settings, name) for name, _ in self._roles)
+        if profile and (profile.uses_pool or publish) and len(self._pool_socket) > MAX_SOCKET_PATH:
             raise ConfigError(
                 f"run_dir = {self._facts.run_dir}: too long: a UNIX socket's path has at most {MAX_SOCKET_PATH} bytes; "
                 "give a shorter --run-dir"
@@ -210,6 +213,8 @@ class _Planner:
             env |= profile.environment(setup)
         if role.kv_cache_memory is not None:
             env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the argument
+        if kv_events.publishes(self._settings, role_name):
+            argv += kv_events.engine_arguments(self._facts.run_dir, name)
         if (endpoint := self._settings.otlp_endpoint) is not None:
             argv += ["--otlp-traces-endpoint", traces_url(endpoint)]
             env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{name}", **env}
@@ -243,6 +248,11 @@ class _Planner:
         if settings.router.access_log is not None:
             argv += ["--access-log", settings.router.access_log]
         argv += settings.router.routing.arguments
+        for engine in engines:
+            if kv_events.publishes(settings, engine.role):
+                argv += kv_events.router_arguments(self._facts.run_dir, engine.name)
+        if settings.router.token_ids != TokenIds.ENGINE:
+            argv += ["--token-ids", settings.router.token_ids]
         if settings.profile and settings.profile.uses_pool:
             argv += ["--pool", f"unix:{self._pool_socket}"]
             if settings.pool.token_file:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvrelay.profiles.base import Pool
 from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.core.kv.settings import TokenIds
 from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.settings import Settings, leaves_of
 from kvrelay.sizes import parse_size
@@ -117,6 +118,9 @@ class RouterSettings(Settings):
         default="0", description="shorter prompts go to a decode engine alone: tokens, or auto to learn the number"
     )
     colocated_fallback: bool = Field(default=False, description="let a prefill engine answer when no decode engine can")
+    token_ids: TokenIds = Field(
+        default=TokenIds.ENGINE, description="who turns text into token ids for the policy kv-aware"
+    )
     access_log: str | None = Field(
         default=None, description="file for one line of JSON for each request, or - for standard output"
     )

@@ -42,6 +42,8 @@ class Record(Struct, eq=False):
     prefills: list[str] = field(default_factory=list)
     """Who answered each prefill leg, in turn."""
     detours: list[Detour] = field(default_factory=list)
+    token_ids: str = ""
+    """Where its token ids came from before it was routed, or why there were none; empty if nobody wanted them."""
     proofs: list[Proof] = field(default_factory=list)
     summary: Summary = field(default_factory=Summary)
     """Of all proofs there were."""
@@ -100,6 +102,7 @@ class Record(Struct, eq=False):
             "prefills": self.prefills,
             "detours": self.detours,
             "verdict": self.verdict,
+            "token_ids": self.token_ids or None,
             "proofs": self.proofs,
             "num_proofs": self.num_proofs,
             "losses": self.losses,

@@ -35,6 +35,15 @@ class RoutingSettings(Struct, frozen=True, kw_only=True):
         own = self.prefill_policy if role is Role.PREFILL else self.decode_policy
         return own or self.policy
 
+    @property
+    def policies(self) -> set[str]:
+        """Their names, without options."""
+        return {self.policy_of(role) for role in Role}
+
+    def policy_of(self, role: Role) -> str:
+        """A role's, without options."""
+        return self.spec(role).partition(":")[0]
+
     def make_policies(self) -> dict[Role, Policy]:
         """One for each role. Raises `BadRequestError` where `routing_problems` has something to say."""
         return {role: make_policy(self.spec(role), role) for role in Role}

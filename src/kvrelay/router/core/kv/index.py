@@ -335,6 +335,13 @@ class KvIndex:
         """What became of its events, since it joined."""
         return self._caches[source].count
 
+    def take_skipped(self, source: Source) -> list[tuple[str, int]]:
+        """Blocks of the source that were not indexed since this was asked last, by reason."""
+        skipped = self._caches[source].count.skipped
+        taken = [*skipped.items()]
+        skipped.clear()
+        return taken
+
     def check_integrity(self) -> None:
         """Assert that holdings and prefixes agree."""
         held: Counter[int] = Counter()

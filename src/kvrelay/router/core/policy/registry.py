@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
 from kvrelay.router.core.policy.consistent_hash import ConsistentHash, HashOptions
+from kvrelay.router.core.policy.kv_aware import KvAware, KvOptions
 from kvrelay.router.core.policy.latency import Latency, LatencyOptions
 from kvrelay.router.core.policy.loads import Chance, LeastLoaded, LoadOptions, PowerOfTwo
 from kvrelay.router.core.policy.prefix_aware import PrefixAware, PrefixOptions
@@ -41,6 +42,7 @@ POLICIES: dict[str, Kind] = {
     PowerOfTwo.name: Kind(PowerOfTwo, LoadOptions),
     ConsistentHash.name: Kind(lambda options, _role: ConsistentHash(options), HashOptions),
     PrefixAware.name: Kind(PrefixAware, PrefixOptions),
+    KvAware.name: Kind(KvAware, KvOptions),
     Latency.name: Kind(Latency, LatencyOptions),
 }
 DEFAULT = RoundRobin.name

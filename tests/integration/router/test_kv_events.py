@@ -1,0 +1,238 @@
+"""KV-aware routing: events of fake publishers over real sockets, and where prompts go by them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+import pytest
+
+from kvrelay.errors import ConfigError
+from kvrelay.router.core.kv.index import Source
+from kvrelay.router.core.kv.settings import KvSettings
+from kvrelay.router.core.routing import RoutingSettings
+
+if TYPE_CHECKING:
+    from kvrelay.router.service import RouterService
+    from kvrelay.testing.fake_engine import Exchange, FakeEngine
+
+    from .conftest import StartEngine, StartRouter
+
+pytest.importorskip("zmq")
+from kvrelay.testing.fake_publisher import FakePublisher, removed, stored
+
+PROMPT = list(range(64))
+P1 = Source("P1")
+Start = Callable[..., Awaitable["Fleet"]]
+
+
+class Fleet:
+    """Two prefill engines and a decode engine, of which P1 publishes; and a router that listens."""
+
+    def __init__(self, service: RouterService, publisher: FakePublisher, engines: list[FakeEngine]) -> None:
+        self.service = service
+        self.publisher = publisher
+        self.engines = engines
+
+    async def ask(self, **fields: Any) -> httpx.Response:
+        url = f"http://127.0.0.1:{self.service.port}/v1/completions"
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(url, json={"model": "m", "max_tokens": 1, "prompt": [*PROMPT, 7], **fields})
+        assert answer.status_code == 200
+        return answer
+
+    async def prefills(self, **fields: Any) -> set[str]:
+        """Who prefills a prompt, of several times it is asked."""
+        return {(await self.ask(**fields)).headers["x-kvrelay-prefill"] for _ in range(4)}
+
+    async def record(self, answer: httpx.Response) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.service.port}/kvrelay/handovers/{answer.headers['x-kvrelay-handover']}"
+        async with httpx.AsyncClient() as client:
+            found: dict[str, Any] = (await client.get(url)).json()
+        return found
+
+    def metric(self, name: str, *labels: str) -> float:
+        labelled: Any = getattr(self.service._metrics.kv, name).labels(*(labels or ("P1", "0")))
+        value: float = labelled.value
+        return value
+
+    async def holds(self, blocks: int) -> None:
+        """Wait until P1 is known to hold so many blocks."""
+        await self.until(lambda: self.index.num_blocks(P1) == blocks)
+
+    @property
+    def index(self) -> Any:
+        assert self.service.kv is not None
+        return self.service.kv.index
+
+    @staticmethod
+    async def until(true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not true():  # noqa: ASYNC110 - what changes is counted, not told
+                await asyncio.sleep(0.01)
+
+
+async def tokenizing(exchange: Exchange) -> None:
+    """As an engine whose tokens are characters."""
+    request = exchange.request
+    if request.target != "/tokenize":
+        await exchange.engine.answer_well(exchange)
+        return
+    asked = request.json
+    text = asked["prompt"] if "prompt" in asked else "".join(message["content"] for message in asked["messages"])
+    exchange.answer(200, msgspec.json.encode({"count": len(text), "tokens": [ord(letter) for letter in text]}))
+
+
+@pytest.fixture
+async def fleet(engine: StartEngine, router: StartRouter) -> AsyncIterator[Start]:
+    publishers: list[FakePublisher] = []
+
+    async def start(
+        publisher: FakePublisher | None = None, *, replays: bool = True, default: Any = None, **kv: Any
+    ) -> Fleet:
+        publishers.append(publisher or await FakePublisher.start())
+        engines = [await engine(default=default) for _ in range(3)]
+        address = f"P1={publishers[-1].endpoint}" + (f",{publishers[-1].replay}" if replays else "")
+        settings = {"kv": KvSettings(events=(address,), **kv), "routing": RoutingSettings(prefill_policy="kv-aware")}
+        service = await router(engines[:2], engines[2:], **settings)
+        await publishers[-1].subscribed()
+        return Fleet(service, publishers[-1], engines)
+
+    yield start
+    for publisher in publishers:
+        await publisher.stop()
+
+
+async def test_a_prompt_goes_where_its_kv_is(fleet: Start) -> None:
+    started = await fleet()
+    await started.publisher.publish(stored(PROMPT, block_size=16))
+    await started.holds(4)
+    assert await started.prefills() == {"P1"}
+    assert started.metric("events") == 1
+    assert started.metric("blocks") == 4
+    assert started.metric("up") == 1
+    assert (await started.record(await started.ask()))["token_ids"] == "request"
+
+
+async def test_what_gives_way_is_known_no_longer(fleet: Start) -> None:
+    started = await fleet()
+    event = stored(PROMPT, block_size=16)
+    await started.publisher.publish(event)
+    await started.publisher.publish(removed(event["block_hashes"][1:]))
+    await started.holds(1)
+    await started.publisher.publish({"type": "AllBlocksCleared"})
+    await started.holds(0)
+
+
+async def test_a_router_that_comes_late_learns_what_is_there(fleet: Start) -> None:
+    publisher = await FakePublisher.start()
+    publisher.lose(stored(PROMPT, block_size=16))
+    started = await fleet(publisher)
+    await started.holds(4)
+    assert publisher.asked[0] == 0
+
+
+async def test_what_was_missed_is_asked_for(fleet: Start) -> None:
+    started = await fleet()
+    first = stored(PROMPT[:16], block_size=16)
+    await started.publisher.publish(first)
+    await started.holds(1)
+    started.publisher.lose(stored(PROMPT[16:32], block_size=16, parent=first["block_hashes"][0]))
+    await started.publisher.publish(stored([5] * 16, block_size=16))
+    await started.holds(3)
+    assert started.metric("gaps") == 1
+    assert started.publisher.asked[-1] == 0
+
+
+async def test_what_was_missed_and_cannot_be_had_makes_all_forgotten(fleet: Start) -> None:
+    started = await fleet(await FakePublisher.start(kept=1))
+    await started.publisher.publish(stored(PROMPT, block_size=16))
+    await started.holds(4)
+    started.publisher.lose(removed([b"?"]))
+    await started.publisher.publish(stored([5] * 16, block_size=16))
+    await started.holds(1)
+    assert started.metric("forgotten", "P1", "0", "gap") == 1
+
+
+async def test_without_replay_a_gap_makes_all_forgotten(fleet: Start) -> None:
+    started = await fleet(replays=False)
+    await started.publisher.publish(stored(PROMPT, block_size=16))
+    await started.holds(4)
+    started.publisher.lose(removed([b"?"]))
+    await started.publisher.publish(stored([5] * 16, block_size=16))
+    await started.holds(1)
+
+
+async def test_an_engine_that_restarts_is_known_anew(fleet: Start) -> None:
+    started = await fleet()
+    await started.publisher.publish(stored(PROMPT, block_size=16))
+    await started.holds(4)
+    await started.publisher.restart()
+    started.publisher.lose(stored([5] * 16, block_size=16))
+    await started.holds(1)
+    await started.until(lambda: started.metric("up") == 1)
+    assert started.metric("forgotten", "P1", "0", "restart") == 1
+
+
+async def test_what_cannot_be_read_makes_all_forgotten(fleet: Start) -> None:
+    started = await fleet()
+    await started.publisher.publish(stored(PROMPT, block_size=16))
+    await started.holds(4)
+    await started.publisher.garble(b"\xc1 not MessagePack")
+    await started.holds(0)
+    assert started.metric("forgotten", "P1", "0", "unreadable") == 1
+    await started.publisher.publish(stored([5] * 16, block_size=16))
+    await started.holds(1)
+
+
+async def test_text_is_tokenised_by_an_engine_once(fleet: Start) -> None:
+    started = await fleet(default=tokenizing, tokenize_timeout_s=10.0)
+    text = "What is the capital of France? " * 4
+    await started.publisher.publish(stored([ord(letter) for letter in text], block_size=4))
+    await started.holds(len(text) // 4)
+    first = await started.ask(prompt=text)
+    again = await started.ask(prompt=text)
+    assert {answer.headers["x-kvrelay-prefill"] for answer in (first, again)} == {"P1"}
+    assert [(await started.record(answer))["token_ids"] for answer in (first, again)] == ["engine", "memory"]
+    asked = [request for fake in started.engines for request in fake.requests if request.target == "/tokenize"]
+    assert [request.json for request in asked] == [{"model": "m", "prompt": text}]
+
+
+async def test_an_engine_that_does_not_answer_in_time_costs_a_choice_by_text(fleet: Start) -> None:
+    async def slow(exchange: Exchange) -> None:
+        if exchange.request.target == "/tokenize":
+            await exchange.gone.wait()
+        else:
+            await exchange.engine.answer_well(exchange)
+
+    started = await fleet(default=slow, tokenize_timeout_s=0.01)
+    sources = [(await started.record(await started.ask(prompt=f"{number} text")))["token_ids"] for number in range(5)]
+    assert sources == ["failed"] * 3 + ["circuit_open"] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"prompt": ["one", "two"]}, "unsupported"),
+        ({"prompt": "text", "truncate_prompt_tokens": 3}, "unsupported"),
+        ({"prompt": "text"}, "off"),
+    ],
+)
+async def test_what_has_no_token_ids_goes_by_text(fleet: Start, fields: dict[str, Any], why: str) -> None:
+    started = await fleet(token_ids="off")
+    assert (await started.record(await started.ask(**fields)))["token_ids"] == why
+    assert not [request for fake in started.engines for request in fake.requests if request.target == "/tokenize"]
+
+
+async def test_a_router_without_pyzmq_says_what_to_install(fleet: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = await FakePublisher.start()
+    try:
+        monkeypatch.setitem(sys.modules, "zmq.asyncio", None)
+        with pytest.raises(ConfigError, match=r"install kvrelay\[kv-events\]"):
+            await fleet(publisher)
+    finally:
+        monkeypatch.undo()
