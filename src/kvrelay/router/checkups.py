@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from kvrelay.errors import KvRelayError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.engines import Engines
 
@@ -37,6 +39,11 @@ class Checkups:
             self._running[engine] = task = asyncio.create_task(self._ask(engine))
         await asyncio.wait({task}, timeout=WAIT_S)
         return self._problems.get(engine, f"no answer within {WAIT_S:g} s")
+
+    def forget_all_but(self, engines: Collection[Engine]) -> None:
+        """The others are gone."""
+        for engine in [engine for engine in self._problems if engine not in engines]:
+            del self._problems[engine]
 
     def close(self) -> None:
         """Ask no longer."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 from prometheus_client.core import Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from prometheus_client import CollectorRegistry
 
@@ -131,6 +131,13 @@ class Family(Generic[_C]):
     def remove(self, *values: str) -> None:
         """Forget the series of these values, if there is one."""
         self._children.pop(values, None)
+
+    def remove_all(self, some: Mapping[str, str]) -> None:
+        """Forget every series that has these values of these labels."""
+        places = [(self.labelnames.index(name), value) for name, value in some.items()]
+        for values in list(self._children):
+            if all(values[place] == value for place, value in places):
+                del self._children[values]
 
     def describe(self) -> list[Metric]:
         """What a registry asks for when it is told of the metric."""

@@ -205,6 +205,7 @@ class Decoding:
     def _on_first_byte(self, engine: Engine, call: Call) -> None:
         handover = self._handover
         handover.step(Event.FIRST_BYTE)
+        handover.hold(None)
         if call.status == 200:
             handover.router.routing.answering(handover, engine, streamed=is_events(call.headers))
         self._prefilling.stop_soon()

@@ -137,9 +137,12 @@ class Engines:
         self.budget = RetryBudget(budget or BudgetSettings(), asyncio.get_running_loop().time())
         policies = policies or {role: make_policy(DEFAULT, role) for role in Role}
         self.pickers = {role: Picker(policy, random.Random()) for role, policy in policies.items()}  # noqa: S311
+        self._connect_timeout_s = connect_timeout_s
         self._clients = {
-            engine: EngineClient(engine.address, connect_timeout_s=connect_timeout_s) for engine in self.all
+            engine.address: EngineClient(engine.address, connect_timeout_s=connect_timeout_s) for engine in self.all
         }
+        self._eased = asyncio.Event()
+        """Set when an engine may have become idle."""
 
     @property
     def all(self) -> tuple[Engine, ...]:
@@ -202,15 +205,15 @@ class Engines:
 
         Keeps the engine's health and the metrics: an `EngineError` inside the block is the engine's failure too.
         """
-        return Asking(
-            self, self._clients[engine], engine, leg, timeout_s=timeout_s, on_sent=on_sent, num_tokens=num_tokens
-        )
+        client = self._client(engine)
+        return Asking(self, client, engine, leg, timeout_s=timeout_s, on_sent=on_sent, num_tokens=num_tokens)
 
     def began(self, asking: Asking) -> None:
         """A leg is about to be sent."""
         engine, metrics = asking.engine, self._metrics
         asking.leg.began = time.perf_counter()  # the loop's clock counts whole milliseconds
-        metrics.sent[engine].inc()
+        if (sent := metrics.sent.get(engine)) is not None:
+            sent.inc()
         metrics.in_flight[engine.role].inc()
         engine.load.begin(asking.num_tokens)
 
@@ -228,6 +231,7 @@ class Engines:
             self._failed(engine, error.code)
         metrics.in_flight[engine.role].dec()
         engine.load.end(asking.num_tokens)
+        self._eased.set()
         leg.message, leg.ended = b"", time.perf_counter()
         if call is None:
             return
@@ -260,7 +264,7 @@ class Engines:
         address, rules = engine.address, self.header_rules
         headers = [header for header in headers if rules is None or rules.passes(header[0])]
         line = f"GET {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
-        call = await self._clients[engine].open(line + render(headers) + b"\r\n", timeout_s=timeout_s)
+        call = await self._client(engine).open(line + render(headers) + b"\r\n", timeout_s=timeout_s)
         try:
             body = await call.read(limit_bytes=MAX_PROBE_BYTES, timeout_s=timeout_s)
         finally:
@@ -279,12 +283,65 @@ class Engines:
         headers = [header for header in headers if rules is None or rules.passes(header[0])]
         line = f"POST {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
         framing = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-        call = await self._clients[engine].open(line + render(headers) + framing + body, timeout_s=timeout_s)
+        call = await self._client(engine).open(line + render(headers) + framing + body, timeout_s=timeout_s)
         try:
             answer = await call.read(limit_bytes=limit_bytes, timeout_s=timeout_s)
         finally:
             call.close()
         return call.status, answer
+
+    # --- who is in the fleet ---
+
+    def join(self, engine: Engine) -> None:
+        """An engine that is asked from now on."""
+        self._clients[engine.address] = EngineClient(engine.address, connect_timeout_s=self._connect_timeout_s)
+        self._metrics.joined(engine)
+
+    def change_role(self, engine: Engine, moved: Engine) -> None:
+        """An engine in another role: its legs under way end as they began."""
+        self._metrics.left(engine, role_only=True)
+        self._metrics.joined(moved)
+
+    def leave(self, engine: Engine) -> None:
+        """An engine that is gone, and all that is remembered of it."""
+        self._clients.pop(engine.address).cut_off()
+        self._metrics.left(engine)
+
+    def order(self, engines: Sequence[Engine]) -> None:
+        """Who there is now."""
+        self.prefills = tuple(engine for engine in engines if engine.role is Role.PREFILL)
+        self.decodes = tuple(engine for engine in engines if engine.role is Role.DECODE)
+
+    def cut_off(self, engine: Engine) -> None:
+        """End what it still works on: while nothing was sent to a client another engine is asked."""
+        self._client(engine).cut_off()
+
+    def hold(self, engine: Engine) -> None:
+        """It has prefilled a prompt that a decode engine is to take from it; until `release` it is needed."""
+        engine.load.handovers += 1
+
+    def release(self, engine: Engine) -> None:
+        """The decode engine has what it needs, or never will."""
+        engine.load.handovers -= 1
+        self._eased.set()
+
+    async def idle(self, engine: Engine, timeout_s: float) -> bool:
+        """Wait until nobody needs the engine. Whether it came to that within ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not engine.load.idle:
+                    self._eased.clear()
+                    await self._eased.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _client(self, engine: Engine) -> EngineClient:
+        client = self._clients.get(engine.address)
+        if client is None:  # it has left since it was picked
+            client = EngineClient(engine.address, connect_timeout_s=self._connect_timeout_s)
+            client.close()
+        return client
 
     def close(self) -> None:
         """Close all connections."""

@@ -37,8 +37,8 @@ class Handover:
     """One request."""
 
     __slots__ = (
-        "body", "carried", "described", "outgoing", "record", "recovery", "reply", "request", "router", "strangers",
-        "ticket", "wishes",
+        "_held", "body", "carried", "described", "outgoing", "record", "recovery", "reply", "request", "router",
+        "strangers", "ticket", "wishes",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,8 @@ class Handover:
         self.carried: bytes | None = None
         """What the prefill leg gave for the decode leg, as the connector's profile has it."""
         self.ticket: Ticket | None = None
+        self._held: Engine | None = None
+        """Who may have to be there for the decode side to take the KV."""
         self.strangers = NO_STRANGERS
         """By role, the engines that are not asked, whatever becomes of the others."""
         self.described = router.routing.describe(request, body.fields)
@@ -80,6 +82,7 @@ class Handover:
         finally:
             if not life.ended:
                 self.step(Event.FAILED)
+            self.hold(None)
             self._leave_ticket()
 
     # --- the way it goes ---
@@ -205,6 +208,14 @@ class Handover:
         """It goes another way than P then D. ``engine``: over which, if over one."""
         self.record.detours.append(Detour(reason, engine.name if engine is not None else ""))
         self.router.metrics.detours.labels(reason).inc()
+
+    def hold(self, engine: Engine | None) -> None:
+        """``engine`` has prefilled, and is needed until the decode side has begun: it may hold the KV. None: nobody."""
+        held, self._held = self._held, engine
+        if engine is not None:
+            self.router.engines.hold(engine)
+        if held is not None:
+            self.router.engines.release(held)
 
     def spend(self) -> None:
         """An engine may have begun to read what was carried: where it can be read once only, it is void now."""

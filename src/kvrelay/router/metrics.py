@@ -139,12 +139,28 @@ class RouterMetrics:
         for source in ("handed_over", "earlier", "local", "recomputed"):
             self.tokens.labels(source)
 
+    def joined(self, engine: Engine) -> None:
+        """An engine has joined: its series exist from now on."""
+        self.sent[engine] = self._engine_requests.labels(engine.role.value, engine.name)
+        self.timings.welcome(engine.name)
+
+    def left(self, engine: Engine, *, role_only: bool = False) -> None:
+        """An engine has left, or has only another role now: its series go."""
+        self.sent.pop(engine, None)
+        names = {"engine": engine.name, "role": engine.role.value}
+        for family in (self._engine_requests, self._engine_failures, self._resting):
+            family.remove_all(names)
+        if not role_only:
+            self.timings.forget(engine.name)
+
     def picked(self, policy: str, role: Role, why: str) -> None:
         """A policy chose an engine."""
         self._picks.labels(role.value, policy, why).value += 1
 
     def engine_failed(self, engine: Engine, reason: str) -> None:
-        """``engine`` did not do its part of a request."""
+        """``engine`` did not do its part of a request. Of one that has left nothing is counted."""
+        if engine not in self.sent:
+            return
         self._engine_failures.labels(engine.role.value, engine.name, reason).inc()
 
     def count_spans(self, result: str, number: int) -> None:

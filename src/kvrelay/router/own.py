@@ -14,6 +14,7 @@ from kvrelay.router.core.paths import HANDOVERS
 from kvrelay.router.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from typing import Any
 
     from kvrelay.router.census import Census
@@ -54,13 +55,17 @@ class OwnPages:
         """Stop asking engines how they are."""
         self._checkups.close()
 
+    def forget_all_but(self, engines: Collection[Engine]) -> None:
+        """Only these are there now."""
+        self._checkups.forget_all_but(engines)
+
     async def health(self, reply: Reply) -> None:
         """200 while an engine is well that can answer alone; 503 otherwise, and before the router ends.
 
         Every engine's state as JSON.
         """
         states = await asyncio.gather(*(self._state(engine) for engine in self._engines.all))
-        able = any(state["role"] in self._able and state["healthy"] for state in states)
+        able = any(state["role"] in self._able and state["healthy"] and not state["draining"] for state in states)
         whole = all(state["healthy"] for state in states)
         pool = "unused" if self._desk is None else "up" if self._desk.up else "away"
         status = "draining" if self.draining else ("ok" if whole else "degraded") if able else "unavailable"

@@ -144,12 +144,14 @@ class Prefilling:
         if handover.carried is None:
             handover.detour("nothing_to_carry", engine)
         else:
+            handover.hold(engine)
             record.prefill = engine.name
             record.prefills.append(engine.name)
         return None
 
     def _on_sent(self, engine: Engine) -> None:
         if self._task is not None:
+            self._handover.hold(engine)
             self._handover.record.prefill = engine.name
             self._sent.set()
 

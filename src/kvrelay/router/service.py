@@ -17,8 +17,10 @@ from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.observing.forwarding import rules_of
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
+from kvrelay.router.core.roster import Roster
 from kvrelay.router.core.wishes import read_time_limit
 from kvrelay.router.engines import Engines
+from kvrelay.router.fleet_keeper import FleetKeeper
 from kvrelay.router.http.messages import Request
 from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
@@ -76,8 +78,11 @@ class RouterService:
         )  # fmt: skip
         self.kv = make_hub(config.kv, policies.values(), metrics.kv)
         self._prober = Prober(engines, resilience.probe_interval_s)
+        roster = Roster(engines.all, settings, prefills=PROFILES[config.connector].hands_over)
+        self.fleet = FleetKeeper(roster, engines, self._fleet_changed)
+        self._engine_names = {engine.name for engine in engines.all}
         self._desk = None
-        census = Census({engine.name for engine in engines.all}, metrics)
+        census = Census(self._engine_names, metrics)
         if connect_pool is not None:
             self._desk = TicketDesk(connect_pool, deadline_s=config.handover_timeout_s, metrics=metrics, census=census)
         offset = time.time() - time.monotonic()
@@ -153,6 +158,13 @@ class RouterService:
         if self.kv is not None:
             self.kv.start()
 
+    def _fleet_changed(self) -> None:
+        everybody = self.engines.all
+        self._engine_names.clear()
+        self._engine_names.update(engine.name for engine in everybody)
+        self._prober.watch(everybody)
+        self._own.forget_all_but(everybody)
+
     async def stop(self) -> int:
         """Give notice, then take no more requests, let those in flight end within the drain time, close everything.
 
@@ -176,6 +188,7 @@ class RouterService:
         self._own.close()
         self._catalogue.close()
         await self._prober.close()
+        await self.fleet.close()
         self.engines.close()
         await self._observer.close()
         return cut

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvrelay.router.core.legs import Endpoint
-from kvrelay.testing.fake_engine import Behaviour, Exchange, stream
+from kvrelay.testing.fake_engine import DONE, Behaviour, Exchange, stream
 from kvrelay.testing.fake_tickets import FakePool, a_proof
 from kvrelay.testing.raw_http import post
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 ASK = {"model": "m", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 2}
 WISH = "x-kvrelay-proof: yes\r\n"
 EVENTS = [b'event: x\ndata: {"type":"x","n":1}\n\n', b'event: y\ndata: {"type":"y"}\n\n']
+LAST = {
+    Endpoint.RESPONSES: b"event: response.completed\ndata: {}\n\n",
+    Endpoint.MESSAGES: b"event: message_stop\ndata: {}\n\n",
+}
 WANTED = {"decode": "D0", "prefills": ["P0"], "expected": 1, "proofs": 1, "recomputed_tokens": 1, "losses": []}
 
 
@@ -51,9 +55,10 @@ async def test_a_whole_answer_has_its_proof_in_a_header(engine: Any, router: Any
 
 @pytest.mark.parametrize("path", list(Endpoint))
 async def test_a_stream_ends_with_its_proof_and_is_otherwise_the_engines(engine: Any, router: Any, path: str) -> None:
-    answer = await ask(engine, router, path, {**ASK, "stream": True}, stream(EVENTS))
+    events = [*EVENTS, LAST.get(Endpoint(path), DONE)]
+    answer = await ask(engine, router, path, {**ASK, "stream": True}, stream(events))
     said, comment = answer.body.split(b": kvrelay ")
-    assert said == b"".join(EVENTS)
+    assert said == b"".join(events)
     assert comment.endswith(b"\n\n")
     proof = msgspec.json.decode(comment)
     assert {name: proof[name] for name in WANTED} == WANTED

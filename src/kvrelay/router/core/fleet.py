@@ -75,7 +75,7 @@ def parse_address(url: str) -> Address:
 class Engine:
     """One vLLM server. Its name, P0, P1, ..., D0, D1, ..., is what headers, proofs and metrics call it."""
 
-    __slots__ = ("address", "base", "draining", "health", "host", "load", "name", "role")
+    __slots__ = ("address", "base", "configured", "draining", "health", "host", "leaving", "load", "name", "role")
 
     def __init__(self, name: str, role: Role, address: Address, health: Health) -> None:
         """Identity is the object's."""
@@ -88,6 +88,10 @@ class Engine:
         self.load = Load()
         self.draining = False
         """Whether it is to take no more requests."""
+        self.leaving = False
+        """Whether it goes once nobody needs it any more."""
+        self.configured = True
+        """Whether flags or the configuration name it; else an administrator has added it."""
 
 
 def make_engines(role: Role, addresses: Sequence[Address], settings: HealthSettings) -> tuple[Engine, ...]:

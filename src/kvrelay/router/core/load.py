@@ -29,19 +29,26 @@ class Smoothed:
 class Load:
     """Of one engine."""
 
-    __slots__ = ("in_flight", "in_flight_tokens", "itl", "ttft")
+    __slots__ = ("handovers", "in_flight", "in_flight_tokens", "itl", "ttft")
 
     HALF_LIFE_S = 10.0
 
     def __init__(self) -> None:
         """Idle and unknown."""
         self.in_flight = 0
+        self.handovers = 0
+        """Prompts it has prefilled and no decode engine has taken yet: it may hold their KV."""
         self.in_flight_tokens = 0
         """Of prompts, estimated."""
         self.ttft = Smoothed(self.HALF_LIFE_S)
         """Seconds from sending a leg to its first byte."""
         self.itl = Smoothed(self.HALF_LIFE_S)
         """Seconds between two tokens of a stream."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody needs it now."""
+        return not self.in_flight and not self.handovers
 
     def begin(self, num_tokens: int) -> None:
         """A request with a prompt of so many tokens is sent."""

@@ -89,6 +89,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         keep_watch(transport)
+        self._client.opened(self)
 
     def data_received(self, data: bytes) -> None:
         if self._call is None:
@@ -212,6 +213,7 @@ class EngineClient:
         self._address = address
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[_Connection] = deque()
+        self._open: set[_Connection] = set()
         self._closed = False
 
     async def open(self, payload: bytes, *, timeout_s: float, on_sent: Callable[[], None] = lambda: None) -> Call:
@@ -221,7 +223,7 @@ class EngineClient:
         connection ends at once, without an answer, the request is sent once more on a new one.
 
         Raises:
-            EngineUnreachableError: no connection.
+            EngineUnreachableError: no connection, or the engine has been removed.
             EngineLostError: it was lost before the head was whole.
             EngineSilentError: no head after ``timeout_s``.
         """
@@ -240,6 +242,16 @@ class EngineClient:
         while self._idle:
             self._idle.pop().abort()
 
+    def cut_off(self) -> None:
+        """Close all connections, those in use too: whoever waits for an answer is told that it is lost."""
+        self.close()
+        for connection in list(self._open):
+            connection.abort()
+
+    def opened(self, connection: _Connection) -> None:
+        """A connection that is made."""
+        self._open.add(connection)
+
     def give_back(self, connection: _Connection) -> None:
         """A connection whose call is over."""
         if self._closed or len(self._idle) >= MAX_IDLE:
@@ -249,12 +261,14 @@ class EngineClient:
 
     def forget(self, connection: _Connection) -> None:
         """A connection that is closed."""
+        self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def spoil(self, connection: _Connection) -> None:
         """A connection that is out of step."""
-        self.forget(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
         connection.abort()
 
     def _take(self) -> _Connection | None:
@@ -266,6 +280,8 @@ class EngineClient:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
+        if self._closed:
+            raise EngineUnreachableError(f"{self._address.url} is no engine of this router any more")
         connection = _Connection(self, loop)
         try:
             async with asyncio.timeout(self._connect_timeout_s):

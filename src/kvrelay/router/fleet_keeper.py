@@ -1,0 +1,156 @@
+"""Changes of the fleet while the router runs: what `Roster` decides, done to connections, metrics and tasks.
+
+An engine that drains gets no new requests. One that is removed drains first, and goes when nobody needs it: its legs
+are over, and what it prefilled has been taken by a decode engine, since some connectors have it read from there. What
+is not over at the deadline is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from kvrelay.errors import ConflictError
+from kvrelay.router.core.fleet import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvrelay.router.core.fleet import Address, Engine
+    from kvrelay.router.core.roster import Plan, Roster
+    from kvrelay.router.engines import Engines
+
+logger = logging.getLogger(__name__)
+
+CUT_OFF_S = 5.0
+"""For requests that were cut off to let go."""
+
+
+class Changes(Struct, frozen=True):
+    """What a new configuration changed of the fleet, by engines' names."""
+
+    added: list[str]
+    kept: list[str]
+    moved: list[str]
+    leaving: list[str]
+
+
+class FleetKeeper:
+    """Runs in the router's loop; every method but `close` returns at once."""
+
+    def __init__(self, roster: Roster, engines: Engines, changed: Callable[[], None]) -> None:
+        """``changed`` is called after every change of who there is."""
+        self._roster = roster
+        self._engines = engines
+        self._changed = changed
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Everybody, in the order in which they joined."""
+        return self._roster.engines
+
+    def find(self, name: str) -> Engine:
+        """See `Roster.find`."""
+        return self._roster.find(name)
+
+    def add(self, role: Role, address: Address, name: str = "", *, configured: bool = False) -> Engine:
+        """See `Roster.add`."""
+        engine = self._roster.add(role, address, name, configured=configured)
+        self._engines.join(engine)
+        logger.info("%s joins: %s, %s", engine.name, engine.role, engine.address.url)
+        self._settle()
+        return engine
+
+    def drain(self, name: str) -> Engine:
+        """See `Roster.drain`."""
+        engine = self._roster.find(name)
+        self._roster.drain(engine)
+        logger.info("%s drains", name)
+        return engine
+
+    def resume(self, name: str) -> Engine:
+        """Have an engine that drains, or is about to leave, take requests again."""
+        engine = self._roster.find(name)
+        if (task := self._leaving.pop(name, None)) is not None:
+            task.cancel()
+        self._roster.resume(engine)
+        logger.info("%s takes requests again", name)
+        return engine
+
+    def set_role(self, name: str, role: Role) -> Engine:
+        """See `Roster.set_role`. Legs that are under way end as they began."""
+        engine = self._roster.find(name)
+        if engine.leaving:
+            raise ConflictError(f"{name} is leaving: it keeps its role")
+        moved = self._roster.set_role(engine, role)
+        if moved is not engine:
+            self._engines.change_role(engine, moved)
+            logger.info("%s is a %s engine now", name, role)
+            self._settle()
+        return moved
+
+    def remove(self, name: str, timeout_s: float) -> Engine:
+        """Let an engine go, when nobody needs it or ``timeout_s`` are over; then what is not over is cut off.
+
+        Asked for again the new deadline counts.
+        """
+        engine = self._roster.find(name)
+        self._roster.leave(engine)
+        if (task := self._leaving.pop(name, None)) is not None:
+            task.cancel()
+        self._leaving[name] = asyncio.create_task(self._leave(engine, timeout_s))
+        return engine
+
+    def plan(self, wanted: Mapping[Address, Role]) -> Plan:
+        """See `Roster.plan`."""
+        return self._roster.plan(wanted)
+
+    def apply(self, plan: Plan, timeout_s: float) -> Changes:
+        """Carry out a plan made just now. ``timeout_s``: what requests on engines that leave are given."""
+        added = [self.add(role, address, configured=True).name for role, address in plan.add]
+        for engine in plan.keep:
+            if engine.leaving:
+                self.resume(engine.name)
+            engine.configured = True
+        moves = sorted(plan.move, key=lambda move: move[1] is Role.PREFILL)  # so that somebody can always answer
+        for engine, role in moves:
+            self.set_role(engine.name, role)
+        for engine in plan.remove:
+            self.remove(engine.name, timeout_s)
+        return Changes(
+            added,
+            [engine.name for engine in plan.keep],
+            [engine.name for engine, _ in plan.move],
+            [engine.name for engine in plan.remove],
+        )
+
+    async def close(self) -> None:
+        """Wait for nobody any longer."""
+        tasks = list(self._leaving.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _leave(self, engine: Engine, timeout_s: float) -> None:
+        load = engine.load
+        if not await self._engines.idle(engine, timeout_s):
+            logger.warning(
+                "%s leaves after %g s: %d requests and %d hand-overs are cut off",
+                engine.name, timeout_s, load.in_flight, load.handovers,
+            )  # fmt: skip
+            self._engines.cut_off(engine)
+            await self._engines.idle(engine, CUT_OFF_S)
+        del self._leaving[engine.name]
+        self._roster.remove(engine)
+        self._engines.leave(engine)
+        logger.info("%s has left: %s", engine.name, engine.address.url)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._engines.order(self._roster.engines)
+        self._changed()
