@@ -77,7 +77,7 @@ class Case:
         for event in STORY:
             record.life.handle(event, time.time())
         seen = request.seen
-        seen.record, seen.model = record, "model"
+        seen.record, seen.model, seen.answered = record, "model", clock()
         for worker, role in (("P0", "prefill"), ("D0", "decode")):
             now = clock()
             seen.legs.append(Leg(worker, role, b"", ("engine", 1), seen.new_span(), now, now + 0.01, 200, "", True))

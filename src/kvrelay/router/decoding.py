@@ -210,12 +210,10 @@ class Decoding:
             handover.router.routing.answering(handover, engine, streamed=is_events(call.headers))
         self._prefilling.stop_soon()
         if call.status < 400:
-            ttft_s = handover.record.life.ttft_s
-            assert ttft_s is not None
-            router = handover.router
-            router.metrics.timings.first_byte(handover.record.decode, ttft_s)
-            if handover.ticket is not None and router.desk is not None:
-                router.desk.settle(handover.ticket)
+            handover.answered_by(engine.name)
+            desk = handover.router.desk
+            if handover.ticket is not None and desk is not None:
+                desk.settle(handover.ticket)
 
     def _on_lost(self, engine: Engine, lost: Lost) -> Action:
         handover = self._handover

@@ -6,6 +6,7 @@ What goes another way than P then D is a *detour*, counted by reason and kept in
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -203,6 +204,13 @@ class Handover:
     def step(self, event: Event) -> None:
         """Something happened to the request."""
         self.record.life.handle(event, self.router.now())
+
+    def answered_by(self, worker: str) -> None:
+        """The client is getting the first of its answer now."""
+        seen = self.request.seen
+        if not seen.answered:
+            seen.answered = time.perf_counter()
+            self.router.metrics.timings.first_byte(worker, seen.answered - seen.arrived)
 
     def detour(self, reason: str, engine: Engine | None = None) -> None:
         """It goes another way than P then D. ``engine``: over which, if over one."""

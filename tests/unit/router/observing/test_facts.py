@@ -38,7 +38,7 @@ def handed_over(story: list[tuple[Event, float]] = STORY, **more: Any) -> Facts:
     for event, moment in story:
         record.life.handle(event, OFFSET + moment)
     legs = [leg("P0", 0.5, 2.5, status=200), leg("D0", 2.5, 6.0, status=200)]
-    seen = Seen(arrived=0.0, request_id=b"r-1", model="m", record=record, legs=legs)
+    seen = Seen(arrived=0.0, answered=3.0, request_id=b"r-1", model="m", record=record, legs=legs)
     return facts(**{"seen": seen, "ended": OFFSET + 6.0, "events": 4, **more})
 
 
@@ -80,6 +80,13 @@ def test_itl_is_the_mean_of_a_stream(usage: Usage | None, events: int, choices: 
     of = handed_over(usage=usage, events=events)
     of.seen.num_choices = choices
     assert of.itl_s == itl
+
+
+def test_a_first_token_from_p_is_what_the_client_waited_for() -> None:
+    """1. P's token goes to the client. 2. D's first byte comes. ITL is what the client sees as well."""
+    of = handed_over()
+    of.seen.answered = 2.0
+    assert (of.ttft_s, of.itl_s, of.decode_s) == (2.0, 4.0 / 3, 3.0)
 
 
 def test_a_stream_that_broke_off_has_no_itl_and_lasts_until_then() -> None:

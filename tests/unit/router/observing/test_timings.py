@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -15,6 +15,7 @@ def lines(metrics: RouterMetrics) -> list[str]:
     return metrics.render((), 0.0).decode().splitlines()
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.floats(0, 1000) | st.sampled_from(SECONDS), max_size=50))
 def test_the_text_is_what_prometheus_clients_own_histogram_writes(values: list[float]) -> None:
     metrics = RouterMetrics([])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.core.observing.traceparent import Sampler, read_traceparent
@@ -59,6 +59,7 @@ def test_an_id_is_never_zero() -> None:
     assert Sampler(1.0, lambda _: next(given_bits)).new_id(64) == 7
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, (1 << 128) - 1), st.integers(1, (1 << 64) - 1), st.integers(0, 3))
 def test_what_is_written_is_read_again(trace_id: int, span_id: int, flags: int) -> None:
     written = b"00-%032x-%016x-%02x" % (trace_id, span_id, flags)
@@ -66,6 +67,7 @@ def test_what_is_written_is_read_again(trace_id: int, span_id: int, flags: int) 
     assert read_traceparent(trace.traceparent(span_id)) == (trace_id, span_id, flags)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.binary(max_size=80))
 def test_no_value_a_client_sends_is_an_error(value: bytes) -> None:
     assert sampler(1.0).trace(value).trace_id

@@ -58,6 +58,8 @@ class Seen(Struct, eq=False):
 
     arrived: float = 0.0
     """When it had been read, on the legs' clock."""
+    answered: float = 0.0
+    """When the client got the first of an answer, on the same clock."""
     request_id: bytes = b""
     """What clients, engines, logs and traces call it."""
     client: str = ""
@@ -120,9 +122,9 @@ class Facts(Struct, frozen=True):
 
     @property
     def ttft_s(self) -> float | None:
-        """Until the answer's first byte; of hand-overs only."""
-        first = self.stamp("decode_begin")
-        return None if first is None else first - self.began
+        """Until a hand-over's answer began."""
+        answered = self.seen.answered
+        return answered - self.seen.arrived if answered else None
 
     @property
     def prefill_s(self) -> float | None:
@@ -147,12 +149,12 @@ class Facts(Struct, frozen=True):
         Tokens where the answer says how many; else the events that carry some, of which an engine may fill one with
         several.
         """
-        record, decode_s = self.seen.record, self.decode_s
-        if record is None or record.life.state is not State.DONE or decode_s is None or not self.events:
+        record, first, end = self.seen.record, self.seen.answered, self.stamp("decode_end")
+        if record is None or record.life.state is not State.DONE or not first or end is None or not self.events:
             return None
         tokens = self.events if self.usage is None else self.usage.completion_tokens
         gaps = tokens / self.seen.num_choices - 1
-        return decode_s / gaps if gaps >= 1 else None
+        return (end - self.at(first)) / gaps if gaps >= 1 else None
 
     @property
     def asked(self) -> list[Leg]:
