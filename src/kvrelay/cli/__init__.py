@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvrelay import __version__
-from kvrelay.errors import ConfigError, KvRelayError
+from kvrelay.cli.status import exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,19 +28,4 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0 done, 1 failed while running, 2 unusable input, 130 interrupted."""
     args = build_parser().parse_args(argv)
-    try:
-        status: int = args.run(args)
-        sys.stdout.flush()
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"kvrelay: error: {problem}", file=sys.stderr)
-        return 2
-    except KvRelayError as error:
-        print(f"kvrelay: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return status
+    return exit_status(lambda: int(args.run(args)))

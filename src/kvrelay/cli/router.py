@@ -10,6 +10,8 @@ import signal
 from typing import TYPE_CHECKING
 
 from kvrelay.cli import kv, router_resilience, routing
+from kvrelay.cli.status import exit_status
+from kvrelay.errors import ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvrelay.router.tickets import TicketClient
+    from kvrelay.router.workers import Seat
 
 logger = logging.getLogger("kvrelay.router")
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _DEFAULTS = RouterSettings(prefill=(), decode=())
 
 
@@ -110,6 +114,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )  # fmt: skip
     router_resilience.add_options(serve)
     serve.add_argument(
+        "--workers", type=int, default=_DEFAULTS.workers, metavar="N",
+        help="processes behind the one port, for more than one core (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(%(default)s)"
     )
     serve.set_defaults(run=run)
@@ -137,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
             routing=routing.settings_of(args),
             kv=kv.settings_of(args),
             max_body_mib=args.max_body_mib,
+            workers=args.workers,
             observing=Observing(
                 access_log=args.access_log,
                 otlp_endpoint=args.otlp_endpoint,
@@ -146,12 +155,36 @@ def run(args: argparse.Namespace) -> int:
             resilience=router_resilience.read(args),
         )
     )
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
     _raise_file_limit()
+    stopped_by = _run(config, None) if config.workers == 1 else _run_workers(config)
+    return 128 + signal.SIGINT if stopped_by == signal.SIGINT else 0
+
+
+def _run(config: RouterConfig, seat: Seat | None) -> int:
+    """Serve in this process. The signal that stopped it."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return 128 + signal.SIGINT if runner.run(_serve(config)) == signal.SIGINT else 0
+        return runner.run(_serve(config, seat))
+
+
+def _run_workers(config: RouterConfig) -> int:
+    """Serve in several processes. The signal that stopped them."""
+    import kvrelay.router.service  # noqa: F401  loaded once, before there are several of us
+    from kvrelay.router.listening import listening_problem
+    from kvrelay.router.workers import Workers
+
+    def work(seat: Seat) -> int:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(logging.Formatter(_LOG_FORMAT.replace(":", f" [worker {seat.number}]:", 1)))
+        return exit_status(lambda: 0 * _run(config, seat))
+
+    try:
+        workers = Workers(config.workers, config.host, config.port, work)
+    except OSError as error:
+        raise ConfigError(listening_problem(config.host, config.port, error)) from None
+    return workers.run(lambda: _announce(config, workers.port))
 
 
 def _raise_file_limit() -> None:
@@ -163,19 +196,19 @@ def _raise_file_limit() -> None:
         logger.warning("no more than %d files can be open at once: %s", soft, error)
 
 
-async def _serve(config: RouterConfig) -> int:
+async def _serve(config: RouterConfig, seat: Seat | None) -> int:
     from kvrelay.router.service import RouterService
 
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stopped)
-    service = RouterService(config, _pool_connector(config))
+    service = RouterService(config, _pool_connector(config, seat), seat=seat)
     await service.start()
     _calm_collector()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reopen_logs)
-    engines = ", ".join(f"{engine.name} {engine.address.url}" for engine in service.engines.all)
-    print(f"kvrelay router ready: http://{_bracketed(config.host)}:{service.port} for {engines}", flush=True)
-    if PROFILES[config.connector].uses_pool and config.pool is None:
-        logger.info("no --pool: requests are handed over without tickets, and nothing proves it")
+    if seat is None:
+        _announce(config, service.port)
+    else:
+        seat.ready()
     number = await stopped
     notice_s = config.resilience.drain_notice_s
     logger.info(
@@ -190,6 +223,16 @@ async def _serve(config: RouterConfig) -> int:
         logger.warning("%d requests were cut off", cut)
     stopping.cancel()
     return number
+
+
+def _announce(config: RouterConfig, port: int) -> None:
+    """Say that requests are taken."""
+    addresses = [(f"{letter}{index}", address) for letter, of_role in (("P", config.prefills), ("D", config.decodes))
+                 for index, address in enumerate(of_role)]  # fmt: skip
+    engines = ", ".join(f"{name} {address.url}" for name, address in addresses)
+    print(f"kvrelay router ready: http://{_bracketed(config.host)}:{port} for {engines}", flush=True)
+    if PROFILES[config.connector].uses_pool and config.pool is None:
+        logger.info("no --pool: requests are handed over without tickets, and nothing proves it")
 
 
 def _calm_collector() -> None:
@@ -215,12 +258,11 @@ def _stop_on_signals(told: asyncio.Future[int]) -> None:
         asyncio.get_running_loop().add_signal_handler(number, tell, number)
 
 
-def _pool_connector(config: RouterConfig) -> Callable[[], Awaitable[TicketClient]] | None:
+def _pool_connector(config: RouterConfig, seat: Seat | None) -> Callable[[], Awaitable[TicketClient]] | None:
     if config.pool is None:
         return None
     from kvrelay.client.aio import AsyncPoolClient
 
     address, token = config.pool, config.pool_token
-    return lambda: AsyncPoolClient.connect(
-        address, name=f"router {config.host}:{config.port}", token=token, map_arena=False
-    )
+    name = f"router {config.host}:{config.port}{'' if seat is None else f' worker {seat.number}'}"
+    return lambda: AsyncPoolClient.connect(address, name=name, token=token, map_arena=False)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MAX_REPREFILLS = 8
+MAX_WORKERS = 256
 
 
 class RouterSettings(Struct, frozen=True, kw_only=True):
@@ -47,6 +48,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     routing: RoutingSettings = RoutingSettings()
     kv: KvSettings = KvSettings()
     max_body_mib: int = 64
+    workers: int = 1
     observing: Observing = Observing()
     resilience: Resilience = Resilience()
 
@@ -72,6 +74,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     routing: RoutingSettings
     kv: KvSettings
     max_body_bytes: int
+    workers: int = 1
     observing: Observing
     resilience: Resilience
 
@@ -118,8 +121,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
             f"--prefill-timeout {settings.prefill_timeout_s:g} is longer than --handover-timeout"
             f" {settings.handover_timeout_s:g}, which it is a part of: lower the one or raise the other"
         )
-    if not 1 <= settings.max_body_mib <= 4096:
-        problems.append(f"--max-body-mib {settings.max_body_mib} is out of range: give 1 to 4096")
+    problems += _size_problems(settings)
     problems += settings.resilience.problems()
     problems += _lost_kv_problems(settings)
     problems += _dispatch_problems(settings)
@@ -148,9 +150,17 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         routing=settings.routing,
         kv=settings.kv,
         max_body_bytes=settings.max_body_mib << 20,
+        workers=settings.workers,
         observing=settings.observing,
         resilience=settings.resilience,
     )
+
+
+def _size_problems(settings: RouterSettings) -> Iterator[str]:
+    if not 1 <= settings.max_body_mib <= 4096:
+        yield f"--max-body-mib {settings.max_body_mib} is out of range: give 1 to 4096"
+    if not 1 <= settings.workers <= MAX_WORKERS:
+        yield f"--workers {settings.workers} is out of range: give 1 to {MAX_WORKERS}"
 
 
 def _lost_kv_problems(settings: RouterSettings) -> Iterator[str]:

@@ -7,7 +7,7 @@ a dozen of. A registry of `prometheus_client` collects and renders them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from prometheus_client.core import Metric
 
@@ -98,10 +98,18 @@ class HistogramChild:
         yield f"{name}_sum", {}, self._sum
 
 
+class Told(Metric):
+    """What is collected, with how several workers' become one."""
+
+    merged: Literal["sum", "max", "min"] = "sum"
+
+
 class Family(Generic[_C]):
     """A metric with labels: a series for each set of their values that was asked for; without labels, one series."""
 
     kind: ClassVar[str]
+    merged: Literal["sum", "max", "min"] = "sum"
+    """What several workers' values become together."""
 
     def __init__(
         self, name: str, documentation: str, labelnames: Sequence[str] = (), *, registry: CollectorRegistry
@@ -143,9 +151,10 @@ class Family(Generic[_C]):
         """What a registry asks for when it is told of the metric."""
         return [Metric(self.name, self.documentation, self.kind)]
 
-    def collect(self) -> list[Metric]:
+    def collect(self) -> list[Told]:
         """Everything, for a registry."""
-        metric = Metric(self.name, self.documentation, self.kind)
+        metric = Told(self.name, self.documentation, self.kind)
+        metric.merged = self.merged
         for values, child in self._children.items():
             labels = dict(zip(self.labelnames, map(str, values), strict=True))
             for name, more, value in child.samples(self.name):
@@ -173,6 +182,19 @@ class Gauge(Family[GaugeChild]):
     """What goes up and down."""
 
     kind = "gauge"
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labelnames: Sequence[str] = (),
+        *,
+        registry: CollectorRegistry,
+        merged: Literal["sum", "max", "min"] = "sum",
+    ) -> None:
+        """``merged``: what several workers' values become together."""
+        super().__init__(name, documentation, labelnames, registry=registry)
+        self.merged = merged
 
     def set(self, value: float) -> None:
         """Of a gauge without labels."""

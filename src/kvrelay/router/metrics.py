@@ -6,19 +6,21 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.merging import Shown
 from kvrelay.router.core.observing.timings import SECONDS, Timings
-from kvrelay.router.counting import Counter, Gauge, Histogram
+from kvrelay.router.counting import Counter, Gauge, Histogram, Told
 from kvrelay.router.kv.metrics import KvMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.merging import Snapshot
     from kvrelay.router.core.observing.timings import Series
     from kvrelay.types import Proof
 
@@ -45,7 +47,7 @@ class RouterMetrics:
         )  # fmt: skip
         self._resting = Gauge(
             "kvrelay_router_engine_resting", "1 while an engine is passed over after failures",
-            ("role", "engine"), registry=registry,
+            ("role", "engine"), registry=registry, merged="max",
         )  # fmt: skip
         self._picks = Counter(
             "kvrelay_router_picks", "Engines chosen, by policy and by why it chose them",
@@ -57,7 +59,7 @@ class RouterMetrics:
         )  # fmt: skip
         self.disaggregate_above = Gauge(
             "kvrelay_router_disaggregate_above_tokens", "Longer prompts are worth a prefill engine, as things stand",
-            registry=registry,
+            registry=registry, merged="max",
         )  # fmt: skip
         self._in_flight = Gauge(
             "kvrelay_router_in_flight", "Requests on engines now, by role", ("role",), registry=registry
@@ -114,13 +116,18 @@ class RouterMetrics:
             "Hand-overs of which the decode side told less than expected",
             registry=registry,
         )
-        self.pool_up = Gauge("kvrelay_router_pool_up", "Whether the pool can be reached", registry=registry)
+        self.pool_up = Gauge(
+            "kvrelay_router_pool_up", "Whether the pool can be reached", registry=registry, merged="min"
+        )
         self.circuit_open = Gauge(
-            "kvrelay_router_circuit_open", "1 while the pool is too slow to be asked for tickets", registry=registry
+            "kvrelay_router_circuit_open",
+            "1 while the pool is too slow to be asked for tickets",
+            registry=registry,
+            merged="max",
         )
         self.engines_apart = Gauge(
             "kvrelay_router_engines_apart", "Engines that can exchange KV with none of those they are meant for",
-            registry=registry,
+            registry=registry, merged="max",
         )  # fmt: skip
         self.tickets_open = Gauge(
             "kvrelay_router_tickets_open", "Hand-overs that hold a pool ticket", registry=registry
@@ -182,11 +189,48 @@ class RouterMetrics:
             self._wait_seconds.observe(proof.wait_ms / 1e3)
             self._transfer_seconds.observe(proof.transfer_ms / 1e3)
 
-    def render(self, engines: Sequence[Engine], now: float) -> bytes:
-        """The text exposition; what depends on the time is set to ``now`` first."""
+    def refresh(self, engines: Sequence[Engine], now: float) -> None:
+        """Set what depends on the time, before it is shown."""
         for engine in engines:
             self._resting.labels(engine.role.value, engine.name).set(engine.health.is_resting(now))
+
+    def render(self) -> bytes:
+        """The text exposition."""
         return generate_latest(self.registry)
+
+    def snapshot(self) -> Snapshot:
+        """The same as data, to be merged with that of other workers."""
+        return tuple(
+            Shown(
+                metric.name,
+                metric.documentation,
+                metric.type,
+                metric.merged if isinstance(metric, Told) else "sum",
+                tuple((sample.name, tuple(sample.labels.items()), float(sample.value)) for sample in metric.samples),
+            )
+            for metric in self.registry.collect()
+        )
+
+
+def render(snapshot: Snapshot) -> bytes:
+    """The text exposition of a snapshot."""
+    return generate_latest(_Given(snapshot))
+
+
+class _Given(CollectorRegistry):
+    """Shows a snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        """As it was given."""
+        for family in self._snapshot:
+            metric = Metric(family.name, family.documentation, family.kind)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, dict(labels), value)
+            yield metric
 
 
 class _Timings(Collector):

@@ -11,15 +11,16 @@ from kvrelay.router.checkups import Checkups
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.paths import HANDOVERS
-from kvrelay.router.metrics import CONTENT_TYPE
+from kvrelay.router.metrics import CONTENT_TYPE, render
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from typing import Any
 
     from kvrelay.router.census import Census
+    from kvrelay.router.colleagues import Colleagues, Question
     from kvrelay.router.core.fleet import Engine
-    from kvrelay.router.core.records import RecordBook
+    from kvrelay.router.core.records import Record, RecordBook
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.messages import Request
     from kvrelay.router.http.reply import Reply
@@ -39,8 +40,13 @@ class OwnPages:
         census: Census,
         *,
         colocated_fallback: bool = False,
+        colleagues: Colleagues | None = None,
     ) -> None:
-        """Reads what the others keep. ``colocated_fallback``: whether prefill engines can answer alone."""
+        """Reads what the others keep. ``colocated_fallback``: whether prefill engines can answer alone.
+
+        ``colleagues``: the other workers of this router, if there are several.
+        """
+        self._colleagues = colleagues
         self._able = frozenset(Role) if colocated_fallback else frozenset({Role.DECODE})
         self._engines = engines
         self._desk = desk
@@ -51,9 +57,16 @@ class OwnPages:
         self.draining = False
         """Whether the router is about to end: load balancers that ask are to send nothing more."""
 
-    def close(self) -> None:
-        """Stop asking engines how they are."""
+    async def start(self) -> None:
+        """Answer colleagues, if there are any."""
+        if self._colleagues is not None:
+            await self._colleagues.start(self._answer)
+
+    async def close(self) -> None:
+        """Stop asking engines how they are, and answering colleagues."""
         self._checkups.close()
+        if self._colleagues is not None:
+            await self._colleagues.close()
 
     def forget_all_but(self, engines: Collection[Engine]) -> None:
         """Only these are there now."""
@@ -77,21 +90,44 @@ class OwnPages:
         }
         reply.answer(200 if able and not self.draining else 503, msgspec.json.encode(view))
 
-    def metrics(self, reply: Reply) -> None:
-        """Prometheus text."""
-        now = asyncio.get_running_loop().time()
-        reply.answer(200, self._metrics.render(self._engines.all, now), CONTENT_TYPE)
+    async def metrics(self, reply: Reply) -> None:
+        """Prometheus text, of all workers together."""
+        self._refresh()
+        if self._colleagues is None:
+            text = self._metrics.render()
+        else:
+            text = render(await self._colleagues.gather(self._metrics.snapshot()))
+        reply.answer(200, text, CONTENT_TYPE)
 
     async def handover(self, request: Request, reply: Reply) -> None:
         """One hand-over's record. Waits a moment for proofs that are on their way."""
         name = request.path.removeprefix(HANDOVERS)
         record = self._book.find(name)
-        if record is None:
-            reply.refuse(Refusal(404, "unknown_handover", f"No hand-over {name!r} among the last ones"))
+        if record is not None:
+            reply.answer(200, await self._view(record))
             return
+        found = None if self._colleagues is None else await self._colleagues.find(name)
+        if found is None:
+            reply.refuse(Refusal(404, "unknown_handover", f"No hand-over {name!r} among the last ones"))
+        else:
+            reply.answer(200, found)
+
+    async def _view(self, record: Record) -> bytes:
         if self._desk is not None:
-            await self._desk.settled(name)
-        reply.answer(200, msgspec.json.encode(record.view()))
+            await self._desk.settled(record.life.name)
+        return msgspec.json.encode(record.view())
+
+    async def _answer(self, question: Question) -> bytes:
+        """To a colleague."""
+        if question.what == "handover":
+            record = self._book.find(question.name)
+            return b"" if record is None else await self._view(record)
+        assert self._colleagues is not None
+        self._refresh()
+        return msgspec.msgpack.encode(self._colleagues.with_before(self._metrics.snapshot()))
+
+    def _refresh(self) -> None:
+        self._metrics.refresh(self._engines.all, asyncio.get_running_loop().time())
 
     async def _state(self, engine: Engine) -> dict[str, Any]:
         problem = await self._checkups.problem(engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.census import Census
+from kvrelay.router.colleagues import Colleagues
 from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role, make_engines
 from kvrelay.router.core.health import HealthSettings
@@ -26,6 +26,7 @@ from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
 from kvrelay.router.kv.hub import make_hub
 from kvrelay.router.kv.token_ids import make_finder
+from kvrelay.router.listening import listening_problem
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.models import Catalogue
 from kvrelay.router.naming import Names
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kvrelay.router.config import RouterConfig
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.tickets import TicketClient
+    from kvrelay.router.workers import Seat
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,9 @@ class RouterService:
         *,
         limits: Limits | None = None,
         health: HealthSettings | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        """``connect_pool``: None for no tickets."""
+        """``connect_pool``: None for no tickets. ``seat``: of a worker among several, whose sockets it listens on."""
         self._config = config
         self._limits = limits or Limits(max_body_bytes=config.max_body_bytes)
         settings = health or HealthSettings()
@@ -114,17 +117,18 @@ class RouterService:
         )
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
         self._own = OwnPages(
-            engines, self._desk, book, metrics, census, colocated_fallback=config.routing.colocated_fallback
-        )
+            engines, self._desk, book, metrics, census, colocated_fallback=config.routing.colocated_fallback,
+            colleagues=None if seat is None else Colleagues(seat.directory, seat.number, seat.count),
+        )  # fmt: skip
         self._connections = Registry()
         self._names = Names()
-        self._server: asyncio.Server | None = None
+        self._sockets = [] if seat is None else seat.sockets
+        self._servers: list[asyncio.Server] = []
 
     @property
     def port(self) -> int:
         """The port listened on."""
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
+        port: int = self._servers[0].sockets[0].getsockname()[1]
         return port
 
     async def start(self) -> None:
@@ -138,22 +142,19 @@ class RouterService:
         loop = asyncio.get_running_loop()
         host, port = self._config.host, self._config.port
         try:
-            self._server = await loop.create_server(
-                lambda: Connection(self._handle, self._limits, self._connections, loop, self._refuse),
-                host,
-                port,
-                backlog=BACKLOG,
-            )
+            await self._listen(loop)
         except OSError as error:
             await self._observer.close()
-            raise ConfigError(_listening_problem(host, port, error)) from None
-        if self._desk is not None:
-            try:
+            raise ConfigError(listening_problem(host, port, error)) from None
+        try:
+            await self._own.start()
+            if self._desk is not None:
                 await self._desk.start()
-            except BaseException:
-                self._server.close()
-                await self._observer.close()
-                raise
+        except BaseException:
+            for server in self._servers:
+                server.close()
+            await self._observer.close()
+            raise
         self._prober.watch(self.engines.all)
         if self.kv is not None:
             self.kv.start()
@@ -165,6 +166,16 @@ class RouterService:
         self._prober.watch(everybody)
         self._own.forget_all_but(everybody)
 
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        def connection() -> Connection:
+            return Connection(self._handle, self._limits, self._connections, loop, self._refuse)
+
+        if not self._sockets:
+            host, port = self._config.host, self._config.port
+            self._servers.append(await loop.create_server(connection, host, port, backlog=BACKLOG))
+        for sock in self._sockets:
+            self._servers.append(await loop.create_server(connection, sock=sock, backlog=BACKLOG))
+
     async def stop(self) -> int:
         """Give notice, then take no more requests, let those in flight end within the drain time, close everything.
 
@@ -172,8 +183,8 @@ class RouterService:
         """
         self._own.draining = True
         await asyncio.sleep(self._resilience.drain_notice_s)
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in self._connections:
             connection.drain()
         await self._connections.emptied(timeout_s=self._config.drain_timeout_s)
@@ -185,7 +196,7 @@ class RouterService:
             await self.kv.close()
         if self._desk is not None:
             await self._desk.close()
-        self._own.close()
+        await self._own.close()
         self._catalogue.close()
         await self._prober.close()
         await self.fleet.close()
@@ -243,7 +254,7 @@ class RouterService:
             case Route.HEALTH:
                 await self._own.health(reply)
             case Route.METRICS:
-                self._own.metrics(reply)
+                await self._own.metrics(reply)
             case Route.HANDOVER:
                 await self._own.handover(request, reply)
             case Route.WRONG_METHOD:
@@ -259,12 +270,3 @@ _ON_ENGINES = frozenset({Route.DISAGGREGATE, Route.PASS, Route.ANY, Route.MODELS
 _PROBES = frozenset({Route.HEALTH, Route.METRICS})
 """Asked every few seconds by machines: not worth a line in the access log."""
 _UNKNOWN = "{} is not served here: administration and other paths of an engine are reached on the engine itself"
-
-
-def _listening_problem(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        who = f"`ss -ltnp 'sport = :{port}'`"
-        return f"port {port} on {host} is in use: stop what listens there ({who}) or choose another --port"
-    if error.errno in {errno.EACCES, errno.EPERM}:
-        return f"port {port} on {host} may not be listened on by this user: choose a --port above 1023"
-    return f"--host {host} --port {port} cannot be listened on: {error.strerror or error}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import prometheus_client
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -40,6 +40,7 @@ def rendered(made: Any, amounts: list[float]) -> set[str]:
     return {line for line in lines if "_created" not in line}
 
 
+@settings(deadline=None)
 @given(AMOUNTS)
 def test_they_are_rendered_alike(amounts: list[float]) -> None:
     assert rendered(counting, amounts) == rendered(prometheus_client, amounts)

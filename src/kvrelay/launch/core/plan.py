@@ -245,6 +245,8 @@ class _Planner:
             argv += ["--dispatch", settings.dispatch]
         if settings.otlp_endpoint is not None:
             argv += ["--otlp-endpoint", settings.otlp_endpoint]
+        if settings.router.workers > 1:
+            argv += ["--workers", str(settings.router.workers)]
         if settings.router.access_log is not None:
             argv += ["--access-log", settings.router.access_log]
         argv += settings.router.routing.arguments

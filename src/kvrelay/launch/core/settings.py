@@ -121,6 +121,7 @@ class RouterSettings(Settings):
     token_ids: TokenIds = Field(
         default=TokenIds.ENGINE, description="who turns text into token ids for the policy kv-aware"
     )
+    workers: int = Field(default=1, ge=1, le=256, description="processes of the router, for more than one core")
     access_log: str | None = Field(
         default=None, description="file for one line of JSON for each request, or - for standard output"
     )

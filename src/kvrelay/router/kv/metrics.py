@@ -20,7 +20,7 @@ class KvMetrics:
         """In the router's registry."""
         self.up = Gauge(
             "kvrelay_router_kv_events_up", "Whether the publisher of an engine's events is connected", _SOURCE,
-            registry=registry,
+            registry=registry, merged="min",
         )  # fmt: skip
         self.events = Counter("kvrelay_router_kv_events", "KV cache events taken", _SOURCE, registry=registry)
         self.gaps = Counter(
@@ -35,7 +35,7 @@ class KvMetrics:
             (*_SOURCE, "reason"), registry=registry,
         )  # fmt: skip
         self.blocks = Gauge(
-            "kvrelay_router_kv_blocks", "Blocks the engine is known to hold", _SOURCE, registry=registry
+            "kvrelay_router_kv_blocks", "Blocks the engine is known to hold", _SOURCE, registry=registry, merged="max"
         )
         self.skipped = Counter(
             "kvrelay_router_kv_blocks_skipped", "Blocks that were published and not indexed, by reason",
@@ -43,7 +43,7 @@ class KvMetrics:
         )  # fmt: skip
         self.lag_seconds = Gauge(
             "kvrelay_router_kv_lag_seconds", "From the engine's clock to ours, of the last events", _SOURCE,
-            registry=registry,
+            registry=registry, merged="max",
         )  # fmt: skip
         self.token_ids = Counter(
             "kvrelay_router_token_ids", "Requests by where their token ids came from before they were routed",

@@ -12,7 +12,7 @@ from kvrelay.router.metrics import RouterMetrics
 
 
 def lines(metrics: RouterMetrics) -> list[str]:
-    return metrics.render((), 0.0).decode().splitlines()
+    return metrics.render().decode().splitlines()
 
 
 @settings(deadline=None, max_examples=40)
