@@ -157,7 +157,7 @@ class RouterService:
             raise
         self._prober.watch(self.engines.all)
         if self.kv is not None:
-            self.kv.start()
+            self.kv.start(self._engine_names)
 
     def _fleet_changed(self) -> None:
         everybody = self.engines.all
@@ -165,6 +165,8 @@ class RouterService:
         self._engine_names.update(engine.name for engine in everybody)
         self._prober.watch(everybody)
         self._own.forget_all_but(everybody)
+        if self.kv is not None:
+            self.kv.listen_to(self._engine_names)
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         def connection() -> Connection:

@@ -178,6 +178,18 @@ async def test_an_engine_that_restarts_is_known_anew(fleet: Start) -> None:
     assert started.metric("forgotten", "P1", "0", "restart") == 1
 
 
+async def test_an_engine_that_leaves_is_forgotten_with_its_series(fleet: Start) -> None:
+    started = await fleet()
+    await started.publisher.publish(stored(PROMPT, block_size=16))
+    await started.holds(4)
+    started.service.fleet.remove("P1", 5.0)
+    await started.until(lambda: not started.index.sources)
+    assert await started.prefills() == {"P0"}
+    async with httpx.AsyncClient() as client:
+        shown = (await client.get(f"http://127.0.0.1:{started.service.port}/metrics")).text
+    assert "kvrelay_router_kv_blocks{" not in shown
+
+
 async def test_what_cannot_be_read_makes_all_forgotten(fleet: Start) -> None:
     started = await fleet()
     await started.publisher.publish(stored(PROMPT, block_size=16))

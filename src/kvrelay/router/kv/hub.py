@@ -12,7 +12,7 @@ from kvrelay.router.core.policy.kv_aware import KvAware
 from kvrelay.router.kv.subscriber import Subscriber, load_zmq
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     import zmq.asyncio
 
@@ -31,21 +31,32 @@ class KvHub:
         self._publishers = publishers
         self._metrics = metrics
         self._context: zmq.asyncio.Context | None = None
-        self._subscribers: list[Subscriber] = []
+        self._subscribers: dict[Publisher, Subscriber] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
-        """Begin to listen, in the running event loop."""
+    def start(self, engines: Collection[str]) -> None:
+        """Begin to listen to those of these engines that publish, in the running event loop."""
         self._context = load_zmq().asyncio.Context()
-        self._subscribers = [
-            Subscriber(publisher, self.index, self._metrics, self._context) for publisher in self._publishers
-        ]
-        for subscriber in self._subscribers:
-            subscriber.start()
+        self.listen_to(engines)
+
+    def listen_to(self, engines: Collection[str]) -> None:
+        """These are the engines now: forget those that are gone, listen to those that came back."""
+        if self._context is None:
+            return
+        for publisher, subscriber in list(self._subscribers.items()):
+            if publisher.engine not in engines:
+                del self._subscribers[publisher]
+                self._ending |= subscriber.stop()
+        for publisher in self._publishers:
+            if publisher.engine in engines and publisher not in self._subscribers:
+                self._subscribers[publisher] = Subscriber(publisher, self.index, self._metrics, self._context)
+                self._subscribers[publisher].start()
 
     async def close(self) -> None:
         """Listen no more."""
-        await asyncio.gather(*(subscriber.close() for subscriber in self._subscribers))
-        self._subscribers.clear()
+        self.listen_to(())
+        if self._ending:
+            await asyncio.wait(self._ending)
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None

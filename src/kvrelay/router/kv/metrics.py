@@ -53,3 +53,9 @@ class KvMetrics:
             "kvrelay_router_tokenize_seconds", "What a request waited for its token ids", ("source",),
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
+
+    def left(self, engine: str, rank: str) -> None:
+        """An engine is gone: so are its series."""
+        for family in (self.up, self.events, self.gaps, self.replays, self.forgotten, self.blocks, self.skipped,
+                       self.lag_seconds):  # fmt: skip
+            family.remove_all({"engine": engine, "rank": rank})

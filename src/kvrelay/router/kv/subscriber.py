@@ -57,7 +57,7 @@ def load_zmq() -> Any:
 
 
 class Subscriber:
-    """One subscription. Runs from `start` to `close`, whatever becomes of the engine."""
+    """One subscription. Runs from `start` to `stop`, whatever becomes of the engine."""
 
     def __init__(self, publisher: Publisher, index: KvIndex, metrics: KvMetrics, context: zmq.asyncio.Context) -> None:
         """What is heard goes into ``index``."""
@@ -90,13 +90,13 @@ class Subscriber:
             self._spawn(self._wake())
         self._do(self._stream.start(self._now()))
 
-    async def close(self) -> None:
-        """Listen no more."""
+    def stop(self) -> set[asyncio.Task[None]]:
+        """Listen no more, and forget the engine. What is still to end of it."""
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
         self._index.leave(self.source)
+        self._metrics.left(*self._labels)
+        return set(self._tasks)
 
     # --- what comes in ---
 
