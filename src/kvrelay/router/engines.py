@@ -17,7 +17,7 @@ from kvrelay.router.core.observing.traceparent import TRACEPARENT
 from kvrelay.router.core.picker import Picker
 from kvrelay.router.core.policy.base import NO_REQUEST
 from kvrelay.router.core.policy.registry import DEFAULT, make_policy
-from kvrelay.router.errors import EngineError
+from kvrelay.router.errors import EngineError, EngineUnreachableError
 from kvrelay.router.http.messages import Request, end_to_end, render
 from kvrelay.router.http.upstream import EngineClient
 
@@ -352,6 +352,8 @@ class Engines:
         self._metrics.engine_failed(engine, reason)
         now = asyncio.get_running_loop().time()
         if engine.health.failed(now):
+            if reason == EngineUnreachableError.code:
+                self.pickers[engine.role].forget(engine)
             rest_s = engine.health.resting_until - now
             logger.warning(
                 "%s fails (%s, last: %s): passed over for %g s", engine.name, engine.address.url, reason, rest_s

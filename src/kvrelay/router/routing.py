@@ -82,7 +82,7 @@ class Routing:
             metrics.disaggregate_above.set(threshold.above)
         self.held = Held()
         """What decode engines have in their caches."""
-        engines.pickers[Role.DECODE].on_left = self.held.forget
+        engines.pickers[Role.DECODE].on_forgotten = self.held.forget
         wants = {want for picker in engines.pickers.values() for want in picker.policy.wants}
         self.measures = Want.LATENCY in wants
         self._wants_prefix = Want.PREFIX in wants or self.conditional is not None

@@ -252,6 +252,19 @@ async def test_proofs_that_the_cache_had_less_make_the_router_count_on_less(star
     assert stack.asked[0] == [2]
 
 
+async def test_an_engine_that_was_away_is_not_thought_to_have_what_it_had(start: Any, engine: Any) -> None:
+    stack: Stack = await start(1, 1, disaggregate_above="100", settings={"health": HealthSettings(failures=1)})
+    await stack.ask(LONG)
+    port = stack.decodes[0].port
+    await stack.decodes[0].stop()
+    assert (await stack.ask(LONG)).status == 503
+    await engine(port=port)
+    answer = await stack.ask(LONG)
+    assert answer.status == 200
+    assert reasons(await stack.record(answer)) == []
+    assert stack.asked[0] == [2]
+
+
 async def test_a_request_that_may_recompute_nothing_is_always_disaggregated(start: Any) -> None:
     stack: Stack = await start(pool=True, disaggregate_above="1000", settings={"on_lost_kv": "strict"})
 

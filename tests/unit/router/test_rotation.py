@@ -96,7 +96,7 @@ def test_rotation_stays_even_while_engines_join_and_leave() -> None:
     picker = Picker(RoundRobin(), random.Random(1))
     assert [picker.pick(fleet, 0.0) for _ in range(2)] == fleet[:2]
     left: list[str] = []
-    picker.on_left = left.append
+    picker.on_forgotten = left.append
     gone = fleet.pop(0)
     assert [picker.pick(fleet, 0.0) for _ in range(3)] == [fleet[1], fleet[2], fleet[0]]
     assert left == ["D0"]

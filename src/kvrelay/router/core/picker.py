@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class Picker:
     """Asks one policy about engines of one role."""
 
-    __slots__ = ("_num_joined", "_orders", "_rng", "on_left", "policy", "why")
+    __slots__ = ("_num_joined", "_orders", "_rng", "on_forgotten", "policy", "why")
 
     def __init__(self, policy: Policy, rng: Rng) -> None:
         """``rng``: what chance the policy gets."""
         self.policy = policy
         self.why = ""
         """Of the last pick."""
-        self.on_left: Callable[[str], None] | None = None
-        """Who else is to hear of an engine that is gone."""
+        self.on_forgotten: Callable[[str], None] | None = None
+        """Who else is to hear of an engine that has nothing in its cache any more."""
         self._rng = rng
         self._orders: dict[Engine, int] = {}
         self._num_joined = 0
@@ -64,9 +64,13 @@ class Picker:
     def _forget_others(self, engines: Collection[Engine]) -> None:
         for engine in [known for known in self._orders if known not in engines]:
             del self._orders[engine]
-            self.policy.forget(engine.name)
-            if self.on_left is not None:
-                self.on_left(engine.name)
+            self.forget(engine)
+
+    def forget(self, engine: Engine) -> None:
+        """What an engine had in its cache it has no more: it is gone, or not the process it was."""
+        self.policy.forget(engine.name)
+        if self.on_forgotten is not None:
+            self.on_forgotten(engine.name)
 
     def _view(self, engine: Engine, now: float) -> EngineView:
         order = self._orders.get(engine)
