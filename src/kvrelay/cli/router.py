@@ -9,19 +9,21 @@ import resource
 import signal
 from typing import TYPE_CHECKING
 
-from kvrelay.cli import kv, router_resilience, routing
+from kvrelay.cli import kv, router_entrance, router_key, router_resilience, routing
 from kvrelay.cli.status import exit_status
 from kvrelay.errors import ConfigError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
 from kvrelay.router.core.observing.settings import Observing
+from kvrelay.router.entrance.settings import exposed_without
 from kvrelay.types import Dispatch, OnLostKv
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Awaitable, Callable
 
+    from kvrelay.router.service import RouterService
     from kvrelay.router.tickets import TicketClient
     from kvrelay.router.workers import Seat
 
@@ -94,6 +96,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="largest request body (%(default)s)",
     )
+    router_entrance.add_arguments(serve)
     serve.add_argument(
         "--access-log", metavar="FILE", help="one line of JSON for each request, to a file or - for standard output"
     )
@@ -121,6 +124,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(%(default)s)"
     )
     serve.set_defaults(run=run)
+    router_key.add_parser(verbs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
                 headers=HeaderSettings(forward=tuple(args.forward_header), drop=tuple(args.drop_header)),
             ),
             resilience=router_resilience.read(args),
+            entrance=router_entrance.settings_of(args),
         )
     )
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
@@ -204,7 +209,8 @@ async def _serve(config: RouterConfig, seat: Seat | None) -> int:
     service = RouterService(config, _pool_connector(config, seat), seat=seat)
     await service.start()
     _calm_collector()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reopen_logs)
+    reloads: set[asyncio.Task[None]] = set()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hang_up, service, reloads)
     if seat is None:
         _announce(config, service.port)
     else:
@@ -230,7 +236,10 @@ def _announce(config: RouterConfig, port: int) -> None:
     addresses = [(f"{letter}{index}", address) for letter, of_role in (("P", config.prefills), ("D", config.decodes))
                  for index, address in enumerate(of_role)]  # fmt: skip
     engines = ", ".join(f"{name} {address.url}" for name, address in addresses)
-    print(f"kvrelay router ready: http://{_bracketed(config.host)}:{port} for {engines}", flush=True)
+    scheme = "http" if config.entrance.tls is None else "https"
+    print(f"kvrelay router ready: {scheme}://{_bracketed(config.host)}:{port} for {engines}", flush=True)
+    if problem := exposed_without(config.host, config.entrance):
+        logger.warning("%s", problem)
     if PROFILES[config.connector].uses_pool and config.pool is None:
         logger.info("no --pool: requests are handed over without tickets, and nothing proves it")
 
@@ -243,6 +252,22 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+
+
+def _hang_up(service: RouterService, reloads: set[asyncio.Task[None]]) -> None:
+    service.reopen_logs()
+    task = asyncio.create_task(_reload(service))
+    reloads.add(task)
+    task.add_done_callback(reloads.discard)
+
+
+async def _reload(service: RouterService) -> None:
+    try:
+        await service.reload_entrance()
+    except ConfigError as error:
+        logger.error("SIGHUP: the keys and certificates in use stay: %s", error)  # noqa: TRY400 - said in full
+    else:
+        logger.info("SIGHUP: keys and certificates have been read again")
 
 
 def _bracketed(host: str) -> str:

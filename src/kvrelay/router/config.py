@@ -14,6 +14,7 @@ from kvrelay.router.core.kv.settings import KvSettings, kv_problems
 from kvrelay.router.core.observing.settings import Observing, observing_problems
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.core.routing import RoutingSettings, routing_problems
+from kvrelay.router.entrance.settings import EntranceConfig, EntranceSettings, check_entrance
 from kvrelay.router.tracing import tracing_problem
 from kvrelay.transport.address import parse_address as parse_pool_address
 from kvrelay.types import Dispatch, OnLostKv
@@ -51,6 +52,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     workers: int = 1
     observing: Observing = Observing()
     resilience: Resilience = Resilience()
+    entrance: EntranceSettings = EntranceSettings()
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
@@ -77,6 +79,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     workers: int = 1
     observing: Observing
     resilience: Resilience
+    entrance: EntranceConfig
 
 
 def check_settings(settings: RouterSettings) -> RouterConfig:
@@ -129,6 +132,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     problems += routing_problems(settings.routing, hands_over=profile is None or profile.hands_over)
     engines = [f"P{number}" for number in range(len(prefills))] + [f"D{number}" for number in range(len(decodes))]
     problems += kv_problems(settings.kv, settings.routing.policies, engines)
+    entrance = check_entrance(settings.entrance, problems, workers=settings.workers)
     if problems:
         raise ConfigError(*problems)
     return RouterConfig(
@@ -153,6 +157,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         workers=settings.workers,
         observing=settings.observing,
         resilience=settings.resilience,
+        entrance=entrance,
     )
 
 

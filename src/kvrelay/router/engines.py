@@ -133,6 +133,8 @@ class Engines:
         self.header_rules = header_rules
         self.prefills = tuple(prefills)
         self.decodes = tuple(decodes)
+        self.max_per_decode = 0
+        """Requests on one decode engine at once, while there is one with fewer; 0: any number."""
         self._metrics = metrics
         self.budget = RetryBudget(budget or BudgetSettings(), asyncio.get_running_loop().time())
         policies = policies or {role: make_policy(DEFAULT, role) for role in Role}
@@ -174,7 +176,7 @@ class Engines:
         that there is nobody to ask.
         """
         now = asyncio.get_running_loop().time()
-        engines = self.prefills if role is Role.PREFILL else self.decodes
+        engines = self.prefills if role is Role.PREFILL else self._with_room(tried)
         picker = self.pickers[role]
         if again and not self.budget.affords(now):
             self._metrics.retries.labels(role.value, "denied").inc()
@@ -189,6 +191,21 @@ class Engines:
             self.budget.request()
         self._metrics.picked(picker.policy.name, role, picker.why)
         return engine
+
+    @property
+    def num_decodes_well(self) -> int:
+        """Decode engines that are not passed over; all, if all are."""
+        now = asyncio.get_running_loop().time()
+        well = sum(not engine.draining and not engine.health.is_resting(now) for engine in self.decodes)
+        return well or len(self.decodes)
+
+    def _with_room(self, tried: Collection[Engine]) -> Sequence[Engine]:
+        """Decode engines below their bound; all, if none that is left is."""
+        bound = self.max_per_decode
+        if not bound:
+            return self.decodes
+        room = [engine for engine in self.decodes if engine.load.in_flight < bound and engine not in tried]
+        return room or self.decodes
 
     def ask(
         self,

@@ -140,6 +140,23 @@ class RouterMetrics:
             "kvrelay_router_spans", "Spans made, and what became of them: sent to the collector, or refused by it",
             ("result",), registry=registry,
         )  # fmt: skip
+        self.turned_away = Counter(
+            "kvrelay_router_turned_away", "Requests refused at the entrance, by reason", ("reason",), registry=registry
+        )
+        self.waiting = Gauge("kvrelay_router_waiting", "Requests that wait for a slot", registry=registry)
+        self.admitted = Gauge("kvrelay_router_admitted", "Requests that have a slot", registry=registry)
+        self.wait_seconds = Histogram(
+            "kvrelay_router_wait_seconds", "How long requests that were let in had waited for a slot",
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self.key_requests = Counter(
+            "kvrelay_router_key_requests", "Requests answered, by the name of their API key and outcome",
+            ("key", "outcome"), registry=registry,
+        )  # fmt: skip
+        self.key_tokens = Counter(
+            "kvrelay_router_key_tokens", "Tokens of keys that are limited in them, as told by answers or estimated",
+            ("key", "kind"), registry=registry,
+        )  # fmt: skip
         self.sent = {engine: self._engine_requests.labels(engine.role.value, engine.name) for engine in engines}
         self.in_flight = {role: self._in_flight.labels(role.value) for role in Role}
         self.leg_seconds = {role: self.timings.leg.at(role.value) for role in Role}

@@ -20,6 +20,8 @@ from kvrelay.router.core.records import RecordBook
 from kvrelay.router.core.roster import Roster
 from kvrelay.router.core.wishes import read_time_limit
 from kvrelay.router.engines import Engines
+from kvrelay.router.entrance.gate import Gate
+from kvrelay.router.entrance.tls import make_context, renew
 from kvrelay.router.fleet_keeper import FleetKeeper
 from kvrelay.router.http.messages import Request
 from kvrelay.router.http.registry import Registry
@@ -40,6 +42,7 @@ from kvrelay.router.tickets import TicketDesk
 from kvrelay.router.time_limit import within
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
     from kvrelay.router.config import RouterConfig
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+HANDSHAKE_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 5.0
 """For cut-off requests to let go of engines and tickets."""
 
@@ -77,7 +81,7 @@ class RouterService:
         self._resilience = resilience = config.resilience
         self.engines = engines = Engines(
             prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics, budget=resilience.budget,
-            header_rules=rules_of(config.observing.headers), policies=policies,
+            header_rules=rules_of(config.observing.headers, own=config.entrance.own_headers), policies=policies,
         )  # fmt: skip
         self.kv = make_hub(config.kv, policies.values(), metrics.kv)
         self._prober = Prober(engines, resilience.probe_interval_s)
@@ -124,6 +128,10 @@ class RouterService:
         self._names = Names()
         self._sockets = [] if seat is None else seat.sockets
         self._servers: list[asyncio.Server] = []
+        entrance = config.entrance if seat is None else config.entrance.share(seat.number, seat.count)
+        self._gate = Gate(entrance, engines, metrics)
+        engines.max_per_decode = entrance.max_per_decode
+        self._context: ssl.SSLContext | None = None
 
     @property
     def port(self) -> int:
@@ -140,7 +148,9 @@ class RouterService:
         """
         await self._observer.start()
         loop = asyncio.get_running_loop()
-        host, port = self._config.host, self._config.port
+        host, port, tls = self._config.host, self._config.port, self._config.entrance.tls
+        if tls is not None:
+            self._context = await asyncio.to_thread(make_context, tls)
         try:
             await self._listen(loop)
         except OSError as error:
@@ -172,11 +182,29 @@ class RouterService:
         def connection() -> Connection:
             return Connection(self._handle, self._limits, self._connections, loop, self._refuse)
 
+        tls = self._context
+        limit_s = HANDSHAKE_TIMEOUT_S if tls is not None else None
         if not self._sockets:
             host, port = self._config.host, self._config.port
-            self._servers.append(await loop.create_server(connection, host, port, backlog=BACKLOG))
+            server = await loop.create_server(
+                connection, host, port, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit_s
+            )
+            self._servers.append(server)
         for sock in self._sockets:
-            self._servers.append(await loop.create_server(connection, sock=sock, backlog=BACKLOG))
+            server = await loop.create_server(
+                connection, sock=sock, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit_s
+            )
+            self._servers.append(server)
+
+    async def reload_entrance(self) -> None:
+        """Read API keys and certificates again, for requests and connections from now on.
+
+        Raises:
+            ConfigError: a file cannot be used; what was in use stays.
+        """
+        await self._gate.reload()
+        if self._context is not None and self._config.entrance.tls is not None:
+            renew(self._context, self._config.entrance.tls)
 
     async def stop(self) -> int:
         """Give notice, then take no more requests, let those in flight end within the drain time, close everything.
@@ -221,7 +249,8 @@ class RouterService:
             limit_s = 0.0
             if known in _ON_ENGINES:
                 limit_s = read_time_limit(request.header, self._resilience.request_timeout_s)
-            outcome = await within(limit_s, self._dispatch(known, request, reply, name), reply)
+            served = self._gate.admit(known, request, reply, lambda: self._dispatch(known, request, reply, name))
+            outcome = await within(limit_s, served, reply)
         except BadRequestError as error:
             reply.refuse(refusal(error))
             outcome = "client_error"

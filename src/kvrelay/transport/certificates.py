@@ -1,4 +1,7 @@
-"""Who speaks TLS with which certificates: the contexts of pools and clients. TLS 1.3 only: both ends are ours."""
+"""Who speaks TLS with which certificates: the contexts of pools, their clients, and routers.
+
+Between a pool and its clients TLS 1.3 only: both ends are ours. A router's clients may speak 1.2.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,20 @@ def client_context(config: TlsConfig) -> ssl.SSLContext:
     return context
 
 
-def server_context(cert: Path, key: Path | None = None, client_ca: Path | None = None) -> ssl.SSLContext:
-    """What a pool needs to speak TLS; with ``client_ca``, clients must show a certificate of these authorities.
+def server_context(
+    cert: Path,
+    key: Path | None = None,
+    client_ca: Path | None = None,
+    *,
+    minimum: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
+) -> ssl.SSLContext:
+    """What a server needs to speak TLS; with ``client_ca``, clients must show a certificate of these authorities.
 
     Raises:
         ConfigError: a file cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.minimum_version = minimum
     context.num_tickets = 0  # connections are long-lived: none is resumed
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED

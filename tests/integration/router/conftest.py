@@ -76,7 +76,9 @@ async def router(fakes: list[FakeEngine]) -> AsyncIterator[StartRouter]:
             "resilience": Resilience(probe_interval_s=0.0),
             **settings,
         }
-        config = check_settings(RouterSettings(prefill=urls[0], decode=urls[1], port=0, **options))
+        config = await asyncio.to_thread(
+            check_settings, RouterSettings(prefill=urls[0], decode=urls[1], port=0, **options)
+        )
         service = RouterService(config, pool, limits=limits, health=health)
         await service.start()
         started.append(service)

@@ -115,7 +115,7 @@ async def test_pipelined_requests_are_answered_in_order(pair: Pair) -> None:
 async def test_too_many_pipelined_requests_are_refused_after_the_answers_to_the_first(pair: Pair) -> None:
     _, _, port = pair
     async with await RawClient.open(port) as client:
-        client.send(b"GET /health HTTP/1.1\r\n\r\n" * 100)
+        client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
         statuses = [(await client.answer()).status for _ in range(18)]
         assert statuses == [200] * 17 + [429]
         assert await client.rest() == b""

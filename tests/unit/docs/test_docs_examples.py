@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.cli import build_parser
@@ -17,6 +18,8 @@ from kvrelay.launch.core.config import resolve
 from kvrelay.launch.core.settings import leaves, variable_of
 from kvrelay.pool import settings as pool_settings
 from kvrelay.pool.config import resolve as resolve_pool
+from kvrelay.router.core.admission.keys import read_keys
+from kvrelay.router.entrance.settings import ENGINE_KEY_VARIABLE
 
 if TYPE_CHECKING:
     import argparse
@@ -128,6 +131,7 @@ def test_flags_named_in_the_text_exist(prose: dict[str, str]) -> None:
 def test_environment_variables_named_anywhere_exist(pages: dict[str, str]) -> None:
     known = {variable_of(path) for path in leaves()} | {
         "KVRELAY_POOL_TOKEN",
+        ENGINE_KEY_VARIABLE,
         "KVRELAY_PURE",
         "KVRELAY_",
         "KVRELAY_POOL_",
@@ -141,6 +145,13 @@ def test_configuration_files_are_accepted(root: Path, blocks: list[tuple[str, st
     texts = [text for _, kind, text in blocks if kind == "toml"]
     for text in [*texts, *(path.read_text() for path in root.glob("examples/*.toml"))]:
         resolve({}, {}, text, "an example")
+
+
+def test_files_of_keys_are_accepted(blocks: list[tuple[str, str, str]]) -> None:
+    texts = [text for _, kind, text in blocks if kind == "toml keys"]
+    assert texts
+    for text in texts:
+        read_keys(tomllib.loads(text), "an example")
 
 
 def test_configuration_files_of_pools_are_accepted(blocks: list[tuple[str, str, str]]) -> None:

@@ -10,6 +10,8 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvrelay import errors
 from kvrelay.cli import build_parser
 from kvrelay.connector.config import BOUNDS, CHOICES, ConnectorConfig
@@ -22,6 +24,7 @@ from kvrelay.pool.admin.bridge import Bridge
 from kvrelay.pool.core.pool import PoolCore
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core import paths
+from kvrelay.router.core.admission.keys import Key
 from kvrelay.router.core.legs import OUTPUT_ONLY, OUTPUT_ONLY_OF, Endpoint
 from kvrelay.router.core.lifecycle import TIMESTAMPS
 from kvrelay.router.core.paths import Route, route
@@ -87,6 +90,15 @@ def test_flags_of_the_router(tables: Tables) -> None:
         if action.default not in (None, []):
             shown = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
             assert plain(row[1]) == shown, row
+
+
+def test_fields_of_a_routers_keys(tables: Tables) -> None:
+    fields = msgspec.structs.fields(Key)
+    rows = {plain(row[0]): row[1] for row in tables.rows("docs/router-limits.md", "Keys")}
+    assert list(rows) == [field.name for field in fields]
+    for field in fields:
+        if isinstance(field.default, int | float):
+            assert rows[field.name] == f"{field.default:g}", field.name
 
 
 def test_settings_of_a_pool_server(tables: Tables) -> None:

@@ -41,6 +41,8 @@ class Refusal(Struct, frozen=True):
     status: int
     code: str
     message: str
+    kind: str = ""
+    """OpenAI's ``type``; the status's if not given."""
 
     @property
     def body(self) -> bytes:
@@ -68,7 +70,7 @@ class Refusal(Struct, frozen=True):
 
     @property
     def _error(self) -> dict[str, str | None]:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = self.kind or _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"message": self.message, "type": kind, "param": None, "code": self.code}
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 ON_LOST_KV = b"x-kvrelay-on-lost-kv"
 PROOF = b"x-kvrelay-proof"
 TIMEOUT = b"x-kvrelay-timeout"
-HEADERS = frozenset({ON_LOST_KV, PROOF, TIMEOUT})
+PRIORITY = b"x-kvrelay-priority"
+HEADERS = frozenset({ON_LOST_KV, PROOF, TIMEOUT, PRIORITY})
 """Not passed on."""
 _T = TypeVar("_T")
 _PROOF = {"yes": True, "no": False}

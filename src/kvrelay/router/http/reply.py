@@ -50,6 +50,7 @@ class Reply:
         "close",
         "dialect",
         "events",
+        "extra",
         "finished",
         "last",
         "num_bytes",
@@ -79,6 +80,8 @@ class Reply:
         """Whether the body is a stream of events, of which whole ones were written so far."""
         self.always: Headers = []
         """Headers of the answer, whoever gives it, unless it has them."""
+        self.extra: Headers = []
+        """Headers of the answer, whoever gives it, instead of those of the same names."""
         self.status = 0
         """0 until there is an answer."""
         self.num_bytes = 0
@@ -108,6 +111,9 @@ class Reply:
         for header in self.always:
             if find(headers, header[0]) is None:
                 headers.append(header)
+        if self.extra:
+            own = {name for name, _ in self.extra} - {b"vary"}
+            headers = [header for header in headers if header[0] not in own] + self.extra
         framing = b""
         if status >= 200 and status not in {204, 304} and find(headers, b"content-length") is None:
             if self._http_1_0:

@@ -16,6 +16,7 @@ import httptools
 from msgspec import Struct
 
 from kvrelay.router.core.answers import Refusal
+from kvrelay.router.core.framing import is_mostly_wrapping, request_problem
 from kvrelay.router.http.deadline import Deadline
 from kvrelay.router.http.messages import Headers, Request, find, render
 from kvrelay.router.http.reply import Reply
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 WRITE_HIGH_BYTES = 256 << 10
 """Bytes waiting for a slow client before its source is paused."""
+MAX_PIECES = 64
+"""Of a body, held one by one."""
 
 
 class Limits(Struct, frozen=True):
@@ -75,9 +78,10 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._target = b""
         self._headers: Headers = []
-        self._body: list[bytes] = []
+        self._body: list[bytes | bytearray] = []
         self._body_bytes = 0
         self._head_bytes = 0
+        self._wire_bytes = self._num_chunks = 0
         self._in_head = self._in_body = False
         self._deaf = False
         """Nothing more is understood on this connection: what comes is thrown away."""
@@ -98,8 +102,12 @@ class Connection(asyncio.Protocol):
         """The client sent something."""
         if self._deaf:
             return
-        in_head = self._in_head
+        in_head, in_body = self._in_head, self._in_body
         self._parse(data)
+        if in_body and self._in_body:
+            self._wire_bytes += len(data)
+            if is_mostly_wrapping(self._wire_bytes, self._body_bytes, self._num_chunks):
+                self._refuse(Refusal(400, "malformed_request", "The body's chunks are mostly wrapping"))
         if self._in_head and in_head:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.max_head_bytes:
@@ -162,12 +170,18 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The head is whole."""
         self._in_head, self._in_body = False, True
+        if self._parser.should_upgrade():
+            return  # read once more, without the offer
         limits, headers = self._limits, self._headers
         if len(headers) > limits.max_headers or sum(len(k) + len(v) for k, v in headers) > limits.max_head_bytes:
             self._refuse_head()
             return
-        if self._parser.get_http_version() not in {"1.1", "1.0"}:
+        version = self._parser.get_http_version()
+        if version not in {"1.1", "1.0"}:
             self._refuse(Refusal(505, "http_version", "This server speaks HTTP/1.1"))
+            return
+        if problem := request_problem(version, self._target, headers):
+            self._refuse(Refusal(400, "malformed_request", f"This request cannot be served: {problem}"))
             return
         length = find(headers, b"content-length")
         if length is not None and int(length) > limits.max_body_bytes:
@@ -186,6 +200,15 @@ class Connection(asyncio.Protocol):
             self._refuse_body()
             return
         self._body.append(data)
+        if len(self._body) > MAX_PIECES:  # a list of little ones would take many times their bytes
+            first = self._body[0]
+            whole = first if isinstance(first, bytearray) else bytearray(first)
+            whole += b"".join(self._body[1:])
+            self._body = [whole]
+
+    def on_chunk_header(self) -> None:
+        """One more chunk."""
+        self._num_chunks += 1
 
     def on_message_complete(self) -> None:
         """The request is whole."""
@@ -198,7 +221,8 @@ class Connection(asyncio.Protocol):
         except (UnicodeDecodeError, httptools.HttpParserError):
             self._refuse(Refusal(400, "malformed_request", "The request's target is not a URL"))
             return
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        first = self._body[0] if len(self._body) == 1 else None
+        body = first if isinstance(first, bytes) else b"".join(self._body)
         request = Request(
             method=method,
             target=target,
@@ -218,26 +242,28 @@ class Connection(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> None:
         try:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                self._parse_without_upgrade(data[upgrade.args[0] :])
+            while data:
+                try:
+                    self._parser.feed_data(data)
+                    data = b""
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self._refuse(Refusal(400, "malformed_request", f"This is not a valid HTTP/1.1 request: {error}"))
 
-    def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Read on as if no other protocol had been offered: the parser stopped behind the head, and took no body.
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """What to read on with as if no other protocol had been offered: the parser stopped behind the head.
 
         Java's HTTP client, for one, offers HTTP/2 with its first request.
         """
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         if method == b"CONNECT":
             self._refuse(Refusal(405, "method", "This is not a proxy"))
-            return
+            return b""
         line = b"%b %b HTTP/%b\r\n" % (method, self._target, version)
         headers = render(header for header in self._headers if header[0] != b"upgrade")
         self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(line + headers + b"\r\n" + rest)
+        return line + headers + b"\r\n" + rest
 
     # --- answering ---
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import httptools
 
+from kvrelay.router.core.framing import response_problem
 from kvrelay.router.errors import EngineError, EngineLostError, EngineUnreachableError
 from kvrelay.router.http.call import Call
 from kvrelay.router.http.deadline import Deadline
@@ -53,6 +54,7 @@ class _Connection(asyncio.Protocol):
         self._framed = False
         """Whether the answer says itself where it ends; else the end of the connection does."""
         self._chunks: list[bytes] = []
+        self._problem = ""
         self._complete = False
         self._keep_alive = False
         self._begun_at = 0.0
@@ -103,6 +105,7 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             problem = f"the engine's answer is not HTTP: {error}"
+        problem = self._problem or problem
         if not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
             problem = f"the engine's answer has a head of more than {MAX_HEAD_BYTES} bytes"
         if self._complete and self._call is not None:
@@ -150,9 +153,14 @@ class _Connection(asyncio.Protocol):
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._status = self._parser.get_status_code()
-        if self._status < 200 or self._complete:
+        self._status = status = self._parser.get_status_code()
+        version = self._parser.get_http_version()
+        if problem := response_problem(version, status, self._reason, self._headers):
+            self._problem = f"the engine's answer cannot be believed: {problem}"
+        if self._problem or status < 200 or self._complete:
             return
+        if status == 204:  # it has no body, and must not name the length of one
+            self._headers = [header for header in self._headers if header[0] != b"content-length"]
         self._in_body = True
         self._framed = self._framed or self._status in {204, 304}
         self._head_bytes = 0

@@ -34,12 +34,12 @@ class HeaderSettings(Struct, frozen=True):
 class HeaderRules:
     """Settings made ready. Without any it costs nothing: see `rules_of`."""
 
-    def __init__(self, settings: HeaderSettings) -> None:
-        """``settings``: checked by `problems_of`."""
+    def __init__(self, settings: HeaderSettings, own: Collection[bytes] = ()) -> None:
+        """``settings``: checked by `problems_of`. ``own``: names that pass all the same."""
         self._forward = _Patterns(settings.forward)
         self._drop = _Patterns(settings.drop)
         self._only = bool(settings.forward)
-        self._known: dict[bytes, bool] = {}
+        self._known = dict.fromkeys(own, True)
 
     def passes(self, name: bytes) -> bool:
         """Whether a header of that name, in lower case, reaches engines."""
@@ -61,9 +61,9 @@ class _Patterns:
         return name in self._exact or name.startswith(self._begins)
 
 
-def rules_of(settings: HeaderSettings) -> HeaderRules | None:
-    """The rules; None where all headers pass."""
-    return HeaderRules(settings) if settings.forward or settings.drop else None
+def rules_of(settings: HeaderSettings, *, own: Collection[bytes] = ()) -> HeaderRules | None:
+    """The rules; None where all headers pass. ``own``: headers that the router sets itself, and that pass."""
+    return HeaderRules(settings, own) if settings.forward or settings.drop else None
 
 
 def problems_of(settings: HeaderSettings) -> Iterator[str]:

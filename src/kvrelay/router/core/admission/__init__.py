@@ -1,0 +1,1 @@
+"""Who is let in, when, and how often. Pure: callers bring the time."""

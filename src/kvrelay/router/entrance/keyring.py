@@ -1,0 +1,85 @@
+"""The file of API keys, and what its keys have used of their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvrelay.errors import ConfigError
+from kvrelay.router.core.admission.accounts import Account, Accounts
+from kvrelay.router.core.admission.keys import read_keys
+from kvrelay.router.core.answers import Refusal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvrelay.router.core.admission.keys import KeyRing
+    from kvrelay.router.http.messages import Request
+
+_MISSING = Refusal(
+    401, "missing_api_key", "No API key was given: send it as Authorization: Bearer KEY", "invalid_request_error"
+)
+_WRONG = Refusal(401, "invalid_api_key", "The API key is not known here", "invalid_request_error")
+_EXPIRED = Refusal(401, "invalid_api_key", "The API key has expired", "invalid_request_error")
+
+
+def read_key_file(path: Path) -> KeyRing:
+    """Read keys: JSON where the name ends in ``.json``, TOML otherwise.
+
+    Raises:
+        ConfigError: with everything that is wrong with the file.
+    """
+    where = f"'{path}'"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
+    try:
+        said = msgspec.json.decode(data) if path.suffix == ".json" else tomllib.loads(data.decode())
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+    return read_keys(said, where)
+
+
+class Keyring:
+    """Tells clients apart by the keys they show."""
+
+    def __init__(self, path: Path, ring: KeyRing, *, num_workers: int = 1) -> None:
+        """``ring``: what the file held when it was last read. ``num_workers``: who divide its limits."""
+        self._path = path
+        self._ring = ring
+        self._accounts = Accounts(num_workers)
+
+    async def reload(self, now: float) -> None:
+        """Read the file again: requests from now on count by it. What keys have used stays used.
+
+        Raises:
+            ConfigError: the file cannot be used; the keys are as before.
+        """
+        self._ring = ring = await asyncio.to_thread(read_key_file, self._path)
+        self._accounts.renew(ring.keys, now)
+
+    def recognise(self, request: Request, now: float, unix_now: float) -> Account | Refusal:
+        """Whose request it is."""
+        secret = shown_key(request)
+        if secret is None:
+            return _MISSING
+        key = self._ring.find(secret)
+        if key is None:
+            return _WRONG
+        if key.expired(unix_now):
+            return _EXPIRED
+        return self._accounts.of(key, now)
+
+
+def shown_key(request: Request) -> bytes | None:
+    """The key a request shows, as OpenAI's clients do or as Anthropic's do."""
+    authorization = request.header(b"authorization")
+    if authorization is not None:
+        scheme, _, secret = authorization.partition(b" ")
+        return secret.strip() if scheme.lower() == b"bearer" else None
+    key = request.header(b"x-api-key")
+    return key.strip() if key is not None else None

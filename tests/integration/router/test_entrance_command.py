@@ -1,0 +1,103 @@
+"""``kvrelay router serve`` with keys and TLS, as processes."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvrelay.testing.certificates import Authority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def no_blocking() -> None:
+    """These tests are blocking ones, without an event loop."""
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+def start(processes: list[subprocess.Popen[str]], *args: str) -> tuple[subprocess.Popen[str], str]:
+    """A process and its first line, which it prints when it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    processes.append(process)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+def make_key(file: Path, name: str) -> str:
+    command = [sys.executable, "-m", "kvrelay", "router", "key", name, "--file", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.strip()
+
+
+def status(port: int, context: ssl.SSLContext, secret: str) -> int:
+    connection = http.client.HTTPSConnection("localhost", port, context=context, timeout=WAIT_S)
+    try:
+        headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+        connection.request("POST", "/v1/completions", b'{"prompt":"a","max_tokens":1}', headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_keys_and_certificates_are_asked_for_and_read_again(
+    processes: list[subprocess.Popen[str]], tmp_path: Path, workers: str
+) -> None:
+    authority, keys = Authority(tmp_path), tmp_path / "keys.toml"
+    pair = authority.server("localhost")
+    first = make_key(keys, "first")
+    urls = [start(processes, "kvrelay.testing.fake_engine")[1].split()[-1] for _ in range(2)]
+    process, line = start(
+        processes, "kvrelay", "router", "serve", "--prefill", urls[0], "--decode", urls[1], "--port", "0",
+        "--keys-file", str(keys), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--workers", workers,
+        "--max-concurrent", "4",
+    )  # fmt: skip
+    found = re.search(r"ready: https://127\.0\.0\.1:(\d+) ", line)
+    assert found is not None, process.communicate(timeout=WAIT_S)
+    port, context = int(found[1]), ssl.create_default_context(cafile=str(authority.ca))
+    assert status(port, context, first) == 200
+    second = make_key(keys, "second")
+    assert status(port, context, second) == 401
+    process.send_signal(signal.SIGHUP)
+    deadline, row = time.monotonic() + WAIT_S, 0
+    while row < 10:  # connections go to any worker
+        row = row + 1 if status(port, context, second) == 200 else 0
+        assert time.monotonic() < deadline, "the new key is not known"
+    process.terminate()
+    _, said = process.communicate(timeout=WAIT_S)
+    assert "keys and certificates have been read again" in said
+    assert first not in said
+    assert "can be reached" not in said
+    assert process.returncode == 0
+
+
+def test_who_listens_for_others_without_keys_or_tls_is_warned(processes: list[subprocess.Popen[str]]) -> None:
+    process, _ = start(
+        processes, "kvrelay", "router", "serve", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2",
+        "--port", "0", "--host", "0.0.0.0",
+    )  # fmt: skip
+    process.terminate()
+    assert "0.0.0.0 can be reached from other machines" in process.communicate(timeout=WAIT_S)[1]

@@ -1,0 +1,52 @@
+"""Damaged requests over real sockets: each connection ends in clean answers, and the next client is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from typing import Any
+
+import pytest
+
+from kvrelay.router.http.server import Limits
+from kvrelay.testing.http_stream import Mutator, check_answers, pieces
+from kvrelay.testing.raw_http import RawClient, post
+
+LIMITS = Limits(max_body_bytes=4096, max_head_bytes=2048, max_headers=16, max_pipelined=3, idle_s=0.1, receive_s=0.1)
+NUM_STREAMS = 80
+
+
+async def answer(exchange: Any) -> None:
+    """Whatever was asked: a damaged body may ask for very many tokens."""
+    exchange.answer(200, b"{}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_damaged_requests_hurt_nobody(
+    engine: Any, router: Any, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    caplog.set_level(logging.WARNING)
+    engines = [await engine(default=answer), await engine(default=answer)]
+    service = await router(engines[:1], engines[1:], limits=LIMITS)
+    mutator = Mutator(random.Random(seed))
+
+    async def talk(stream: bytes, sizes: list[int]) -> bytes:
+        async with await RawClient.open(service.port) as client:
+            with contextlib.suppress(RuntimeError):  # closed by the router, and noticed here
+                for piece in pieces(stream, sizes):
+                    client.send(piece)
+                    await asyncio.sleep(0)
+                client.send(b"\r\n\r\nGET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n\0\r\n\r\n")
+            try:
+                return await client.rest()
+            except ConnectionError:  # the router closed on what was still being sent
+                return b""
+
+    for _ in range(NUM_STREAMS // 4):
+        streams = [mutator.stream().replace(b"HEAD ", b"GET ") for _ in range(4)]
+        for said in await asyncio.gather(*(talk(stream, mutator.sizes()) for stream in streams)):
+            assert not any(status == 500 for status in check_answers(said)), streams
+    assert (await post(service.port, "/v1/completions", {"prompt": "a", "max_tokens": 2})).status == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
