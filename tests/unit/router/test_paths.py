@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.router.core.paths import Route, route
+from kvrelay.router.core.paths import Route, pattern_of, route
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,17 @@ def test_administration_is_out_of_reach(method: str, path: str) -> None:
 )  # fmt: skip
 def test_other_spellings_are_unknown(path: str) -> None:
     assert route("POST", path) in {Route.UNKNOWN, Route.WRONG_METHOD}
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("/v1/completions", "/v1/completions"),
+        ("/v1/responses", "/v1/responses"),
+        ("/v1/responses/render", "/v1/responses/render"),
+        ("/v1/responses/resp_1", "/v1/responses/{id}"),
+        ("/v1/responses/resp_1/cancel", "/v1/responses/{id}/cancel"),
+    ],
+)
+def test_what_traces_are_grouped_by(path: str, pattern: str) -> None:
+    assert pattern_of(path) == pattern

@@ -75,6 +75,14 @@ def stored_name(path: str) -> str:
     return found["name"]
 
 
+def pattern_of(path: str) -> str:
+    """A path that is served, with ``{id}`` for what is another in every request: what traces are grouped by."""
+    found = _STORED.fullmatch(path)
+    if found is None or route("POST", path) is Route.PASS:
+        return path
+    return f"/v1/responses/{{id}}{found['cancel'] or ''}"
+
+
 def _allow(method: str, allowed: str, known: Route) -> Route:
     if method == allowed:
         return known

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from kvrelay.router.core.lifecycle import TIMESTAMPS
+from kvrelay.router.core.paths import pattern_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ def spans_of(facts: Facts, trace: Trace, new_id: Callable[[], int]) -> Iterator[
     """All spans of a request. ``new_id`` makes a span's id where none was needed before."""
     record = facts.seen.record
     yield Span(
-        name=f"{facts.method} {facts.path[:MAX_TEXT]}",
+        name=f"{facts.method} {pattern_of(facts.path)}",
         kind=Kind.SERVER,
         span_id=trace.span_id,
         parent_id=trace.parent_id,
@@ -127,6 +128,7 @@ def _about(facts: Facts) -> dict[str, Value]:
     seen, record = facts.seen, facts.seen.record
     said: dict[str, Value] = {
         "http.request.method": facts.method,
+        "http.route": pattern_of(facts.path),
         "url.path": facts.path[:MAX_TEXT],
         "client.address": facts.seen.client,
         "http.request.body.size": facts.request_bytes,
