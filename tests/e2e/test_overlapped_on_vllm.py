@@ -54,11 +54,18 @@ def record(stack: RunningStack, answer: Answer) -> dict[str, Any]:
     return response.raise_for_status().json()  # type: ignore[no-any-return]
 
 
-def test_prompts_of_several_steps_are_handed_over_whole_and_d_was_asked_before_p_was_done(
-    overlapped: RunningStack, right: dict[str, list[Answer]]
+def test_d_follows_p_and_outlives_it(overlapped: RunningStack, right: dict[str, list[Answer]]) -> None:
+    """One test for all, since the last part leaves no P to the others."""
+    prompts_of_several_steps_are_handed_over_whole_and_d_was_asked_before_p_was_done(overlapped, right["one by one"])
+    more_prompts_than_may_be_early_are_answered_rightly(overlapped, right["at once"])
+    p_killed_while_d_follows_costs_a_recompute(overlapped, right["killed"])
+
+
+def prompts_of_several_steps_are_handed_over_whole_and_d_was_asked_before_p_was_done(
+    overlapped: RunningStack, right: list[Answer]
 ) -> None:
     asked = questions(overlapped.model_name)["one by one"]
-    for length, question, expected in zip(LENGTHS, asked, right["one by one"], strict=True):
+    for length, question, expected in zip(LENGTHS, asked, right, strict=True):
         answer = ask(overlapped, question)
         assert_same(answer, expected, length)
         told = proof(overlapped, answer)
@@ -69,23 +76,21 @@ def test_prompts_of_several_steps_are_handed_over_whole_and_d_was_asked_before_p
     assert_nothing_held(overlapped)
 
 
-def test_more_prompts_than_may_be_early_are_answered_rightly(
-    overlapped: RunningStack, right: dict[str, list[Answer]]
-) -> None:
+def more_prompts_than_may_be_early_are_answered_rightly(overlapped: RunningStack, right: list[Answer]) -> None:
     answers = ask_all(overlapped, questions(overlapped.model_name)["at once"], at_once=len(MANY))
-    for length, ours, expected in zip(MANY, answers, right["at once"], strict=True):
+    for length, ours, expected in zip(MANY, answers, right, strict=True):
         assert_same(ours, expected, length)
     whole = [proof(overlapped, answer)["recomputed_tokens"] <= 1 for answer in answers]
     assert sum(whole) >= len(MANY) / 2, whole
     assert_nothing_held(overlapped)
 
 
-def test_p_killed_while_d_follows_costs_a_recompute(overlapped: RunningStack, right: dict[str, list[Answer]]) -> None:
+def p_killed_while_d_follows_costs_a_recompute(overlapped: RunningStack, right: list[Answer]) -> None:
     (question,) = questions(overlapped.model_name)["killed"]
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, overlapped, question)
         eventually(lambda: Counters(overlapped.decode_urls[0]).waiting, bool, "D to follow", within_s=30.0)
         os.kill(overlapped.process("P0"), signal.SIGKILL)
         answer = asked.result(90.0)
-    assert_same(answer, right["killed"][0], "P killed")
+    assert_same(answer, right[0], "P killed")
     assert_nothing_held(overlapped)
