@@ -32,6 +32,7 @@ _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_count = msgspec.json.Decoder(int | None, strict=False).decode
 _encode = msgspec.json.Encoder().encode
+_QUOTE = ord('"')
 _BATCH = re.compile(rb'\[\s*[\["]')
 """A list whose first item is itself a list or a string; a list of numbers is one tokenised prompt."""
 _ONE, _FALSE, _NULL, _TRUE = Raw(b"1"), Raw(b"false"), Raw(b"null"), Raw(b"true")
@@ -40,6 +41,8 @@ _ADAPTIVE = Raw(b'{"type":"adaptive"}')
 
 class Endpoint(StrEnum):
     """The endpoints that are disaggregated."""
+
+    __hash__ = str.__hash__  # enum's own is written in Python, and every request looks its endpoint up
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -112,7 +115,7 @@ def encode_fields(fields: Fields) -> bytes:
 class ClientBody:
     """A client's request for a generation, without hand-over parameters of its own."""
 
-    __slots__ = ("_dropped", "endpoint", "fields")
+    __slots__ = ("_dropped", "_num_requests", "endpoint", "fields")
 
     def __init__(self, endpoint: Endpoint, fields: Fields) -> None:
         """``fields``: as from `parse_fields`; scrubbed here."""
@@ -120,6 +123,8 @@ class ClientBody:
         self.endpoint = endpoint
         self.fields = fields
         self._dropped = OUTPUT_ONLY_OF[endpoint]
+        self._num_requests = 0
+        """Not counted yet."""
 
     @property
     def model(self) -> str:
@@ -129,7 +134,9 @@ class ClientBody:
     @property
     def num_engine_requests(self) -> int:
         """How many engine requests this becomes on the decode side: continuations times prompts."""
-        return self._num_continuations * self._num_prompts
+        if not self._num_requests:
+            self._num_requests = self._num_continuations * self._num_prompts
+        return self._num_requests
 
     @property
     def streams(self) -> bool:
@@ -254,6 +261,7 @@ def _kind(value: Raw | None) -> str:
 def _num_items(value: Raw | None) -> int:
     if value is None or value == _NULL:
         return 0
-    if _BATCH.match(memoryview(value)) is None:
+    view = memoryview(value)
+    if view[0] == _QUOTE or _BATCH.match(view) is None:
         return 1
     return len(_decode_items(value))

@@ -15,6 +15,8 @@ from kvrelay.router.core.legs import Endpoint
 class Route(Enum):
     """Who answers."""
 
+    __hash__ = object.__hash__  # enum's own is written in Python, and every request looks its route up
+
     DISAGGREGATE = auto()
     PASS = auto()
     """One decode engine, unchanged."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PROMPT_FIELDS = ("tools", "documents", "system", "instructions", "messages", "prompt", "input")
 """In the order in which chat templates use to print them."""
 _UNSIZED_FIELDS = ("prompt_embeds", "previous_response_id")
+_QUOTE = ord('"')
 _TOKEN_IDS = re.compile(rb"\s*\[\s*(?:\[\s*)?[0-9]")
 _MEDIA = (
     b'"image_url"', b'"video_url"', b'"audio_url"', b'"input_image"', b'"input_audio"', b'"image_embeds"',
@@ -42,11 +43,11 @@ class Prompt(Struct, frozen=True):
 
 def read_prompt(fields: Mapping[str, Raw]) -> Prompt:
     """Of a client's body, taken apart."""
-    parts = tuple(value for name in PROMPT_FIELDS if (value := fields.get(name)) is not None and value != _NULL)
+    parts = tuple([fields[name] for name in PROMPT_FIELDS if name in fields and fields[name] != _NULL])
     sized = bool(parts) and not any(fields.get(name, _NULL) != _NULL for name in _UNSIZED_FIELDS)
     views = [memoryview(part) for part in parts]
     exact: int | None = None
-    if len(parts) == 1 and _TOKEN_IDS.match(views[0]) is not None:
+    if len(parts) == 1 and views[0][0] != _QUOTE and _TOKEN_IDS.match(views[0]) is not None:
         exact = bytes(parts[0]).count(b",") + 1
     return Prompt(parts, sum(map(len, views)), exact, sized)
 

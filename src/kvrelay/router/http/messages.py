@@ -79,4 +79,5 @@ def end_to_end(headers: Headers, drop: Collection[bytes] = ()) -> Headers:
 
 def render(headers: Iterable[Header]) -> bytes:
     """As header lines, each with its line end."""
-    return b"".join([b"%b: %b\r\n" % header for header in headers])
+    lines = [b": ".join(header) for header in headers]
+    return b"\r\n".join([*lines, b""])
