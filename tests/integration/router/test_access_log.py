@@ -13,7 +13,9 @@ import pytest
 from kvrelay.errors import ConfigError
 from kvrelay.router import access_log
 from kvrelay.router.access_log import AccessLog
+from kvrelay.router.core.admission.keys import ID_BYTES, SALT_BYTES, SECRET_BYTES, hash_secret, make_secret
 from kvrelay.router.core.observing.settings import Observing
+from kvrelay.router.entrance.settings import EntranceSettings
 from kvrelay.testing import fake_answers
 from kvrelay.testing.fake_engine import fail, hang, stream
 from kvrelay.testing.fake_tickets import FakePool, a_proof
@@ -204,3 +206,24 @@ async def test_many_lines_are_handed_over_before_the_timer(path: Path, monkeypat
     log.write(b"x" * access_log.FLUSH_BYTES + b"\n")
     await until(lambda: path.stat().st_size > access_log.FLUSH_BYTES)
     await log.close()
+
+
+async def test_a_line_names_the_key_and_a_request_without_one_is_told_of_too(
+    engine: Any, router: Any, observing: Observing, path: Path, tmp_path: Path
+) -> None:
+    secret = make_secret(b"i" * ID_BYTES, b"s" * SECRET_BYTES)
+    keys = tmp_path / "keys.json"
+    write(keys, {"keys": [{"name": "team-a", "hash": hash_secret(secret, b"s" * SALT_BYTES)}]})
+    entrance = EntranceSettings(keys_file=str(keys))
+    service: RouterService = await router([await engine()], [await engine()], observing=observing, entrance=entrance)
+    await post(service.port, PATH, ASK, headers=f"authorization: Bearer {secret}\r\n")
+    await post(service.port, PATH, ASK)
+    await service.stop()
+    known, unknown = read(path)
+    assert (known["key"], known["status"]) == ("team-a", 200)
+    assert (unknown.get("key"), unknown["status"], unknown["outcome"]) == (None, 401, "client_error")
+    assert secret not in repr(known)
+
+
+def write(path: Path, value: object) -> None:
+    path.write_bytes(msgspec.json.encode(value))

@@ -94,6 +94,26 @@ def test_sighup_opens_the_access_log_again_and_the_router_goes_on(
     assert [line["handover"] for line in lines_of(old, 1)] == [first]
 
 
+def test_workers_write_one_access_log_and_open_it_again_together(
+    processes: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    log = tmp_path / "access.log"
+    router, url = start_stack(processes, "--workers", "2", "--access-log", str(log))
+    first = {ask(url) for _ in range(6)}
+    assert {line["handover"] for line in lines_of(log, 6)} == first
+    old = log.rename(tmp_path / "access.log.1")
+    router.send_signal(signal.SIGHUP)
+    lines_of(log, 0)
+    deadline = time.monotonic() + WAIT_S
+    second: set[str] = set()
+    while not log.read_text():  # until then one of them may not have heard
+        assert time.monotonic() < deadline
+        second.add(ask(url))
+        time.sleep(0.05)
+    written = {line["handover"] for file in (old, log) for line in lines_of(file, 0)}
+    assert first <= written <= first | second
+
+
 def test_the_access_log_may_be_standard_output(processes: list[subprocess.Popen[str]]) -> None:
     router, url = start_stack(processes, "--access-log", "-")
     handover = ask(url)
