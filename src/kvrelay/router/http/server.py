@@ -83,6 +83,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._wire_bytes = self._num_chunks = 0
         self._in_head = self._in_body = False
+        self._small = False
+        """Whether a head that ends now cannot be too large, by what it came in."""
         self._deaf = False
         """Nothing more is understood on this connection: what comes is thrown away."""
         self._writable = True
@@ -103,6 +105,7 @@ class Connection(asyncio.Protocol):
         if self._deaf:
             return
         in_head, in_body = self._in_head, self._in_body
+        self._small = not in_head and len(data) <= self._limits.max_head_bytes
         self._parse(data)
         if in_body and self._in_body:
             self._wire_bytes += len(data)
@@ -173,7 +176,8 @@ class Connection(asyncio.Protocol):
         if self._parser.should_upgrade():
             return  # read once more, without the offer
         limits, headers = self._limits, self._headers
-        if len(headers) > limits.max_headers or sum(len(k) + len(v) for k, v in headers) > limits.max_head_bytes:
+        large = not self._small and sum(len(k) + len(v) for k, v in headers) > limits.max_head_bytes
+        if large or len(headers) > limits.max_headers:
             self._refuse_head()
             return
         version = self._parser.get_http_version()

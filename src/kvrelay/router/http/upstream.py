@@ -42,6 +42,9 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._loop = loop
         self._transport: asyncio.Transport | None = None
+        self._chunks: list[bytes] = []
+        self.on_body = self._chunks.append
+        """For the parser, which calls it for each chunk of an answer: without a frame of Python between."""
         self._parser = httptools.HttpResponseParser(self)
         self._call: Call | None = None
         self._answered = False
@@ -53,7 +56,6 @@ class _Connection(asyncio.Protocol):
         self._in_body = False
         self._framed = False
         """Whether the answer says itself where it ends; else the end of the connection does."""
-        self._chunks: list[bytes] = []
         self._problem = ""
         self._complete = False
         self._keep_alive = False
@@ -167,9 +169,6 @@ class _Connection(asyncio.Protocol):
         if self._call is not None:
             self._call.on_head(self._status, self._reason, self._headers)
 
-    def on_body(self, data: bytes) -> None:
-        self._chunks.append(data)
-
     def on_message_complete(self) -> None:
         if self._in_body:
             self._complete = True
@@ -187,7 +186,7 @@ class _Connection(asyncio.Protocol):
         chunks = self._chunks
         if chunks and self._call is not None:
             data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            self._chunks = []
+            chunks.clear()
             self._call.on_data(data)
 
     def _expire(self) -> None:
