@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvrelay.errors import ConfigError
+from kvrelay.launch.core.plan import Readiness
+from kvrelay.launch.readiness import is_ready
 from kvrelay.router.config import RouterSettings, check_settings
 from kvrelay.router.entrance.settings import EntranceConfig, EntranceSettings, exposed_without
 from kvrelay.testing.certificates import Authority
@@ -63,6 +65,14 @@ async def test_clients_speak_tls_and_nothing_else(engine: Any, router: Any, tmp_
     with pytest.raises(ssl.SSLCertVerificationError):
         await ask(service.port, ssl.create_default_context())
     assert len(decode.requests) == 2
+
+
+async def test_the_launcher_sees_whether_a_router_with_tls_serves(engine: Any, router: Any, tmp_path: Path) -> None:
+    authority = await asyncio.to_thread(Authority, tmp_path)
+    pair = await asyncio.to_thread(authority.server, "router.example")
+    service = await router([await engine()], [await engine()], entrance=settings(pair))
+    assert await is_ready(Readiness(host="127.0.0.1", port=service.port, tls=True))
+    assert not await is_ready(Readiness(host="127.0.0.1", port=service.port))
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

@@ -270,6 +270,23 @@ def test_devices_are_dealt_in_order() -> None:
     assert give_devices(["a", "b", "c"], [1, 2]) == ["a", "b,c"]
 
 
+def test_the_router_is_told_who_may_come_in() -> None:
+    router = spec(
+        plan_of({"router.keys_file": "keys.toml", "router.max_per_decode": "8", "router.tls_cert": "router.pem"}),
+        "router",
+    )
+    assert after(router, "--keys-file") == "keys.toml"
+    assert after(router, "--max-per-decode") == "8"
+    assert after(router, "--tls-cert") == "router.pem"
+    assert not {"--max-concurrent", "--tls-key"} & set(router.argv)
+    assert router.url is not None
+    assert router.url.startswith("https://")
+    assert router.readiness.tls
+    plain = spec(plan_of({}), "router")
+    assert not plain.readiness.tls
+    assert "--keys-file" not in plain.argv
+
+
 def test_the_router_is_told_where_to_send_requests() -> None:
     router = spec(
         plan_of(

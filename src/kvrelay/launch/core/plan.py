@@ -55,6 +55,8 @@ class Readiness(Struct, frozen=True, kw_only=True):
     port: int = 0
     path: str = "/health"
     unix: str | None = None
+    tls: bool = False
+    """Whether it speaks TLS; whose certificate it has does not matter here."""
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -234,6 +236,7 @@ class _Planner:
 
     def _router(self, engines: list[ProcessSpec]) -> ProcessSpec:
         settings = self._settings
+        tls = settings.router.tls_cert is not None
         argv = [self._facts.python, "-P", "-m", "kvrelay", "router", "serve"]
         for engine in engines:
             argv += [f"--{engine.role}", engine.url or ""]
@@ -250,6 +253,7 @@ class _Planner:
         if settings.router.access_log is not None:
             argv += ["--access-log", settings.router.access_log]
         argv += settings.router.routing.arguments
+        argv += settings.router.entrance
         for engine in engines:
             if kv_events.publishes(settings, engine.role):
                 argv += kv_events.router_arguments(self._facts.run_dir, engine.name)
@@ -265,9 +269,9 @@ class _Planner:
             stage=ROUTER_STAGE,
             argv=(*argv, *settings.router.args),
             env=self._facts.environ,
-            readiness=Readiness(host=_dialable(settings.host), port=settings.port),
+            readiness=Readiness(host=_dialable(settings.host), port=settings.port, tls=tls),
             grace_s=settings.drain_timeout_s + ROUTER_EXTRA_GRACE_S,
-            url=_url(settings.host, settings.port),
+            url=_url(settings.host, settings.port, "https" if tls else "http"),
         )
 
     def _short_enough(self) -> bool:
@@ -279,6 +283,6 @@ def _dialable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - recognised, not bound
 
 
-def _url(host: str, port: int) -> str:
+def _url(host: str, port: int, scheme: str = "http") -> str:
     reachable = _dialable(host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"

@@ -122,10 +122,31 @@ class RouterSettings(Settings):
         default=TokenIds.ENGINE, description="who turns text into token ids for the policy kv-aware"
     )
     workers: int = Field(default=1, ge=1, le=256, description="processes of the router, for more than one core")
+    keys_file: Path | None = Field(
+        default=None, description="API keys that clients must show one of (docs/router-limits.md)"
+    )
+    max_concurrent: int = Field(default=0, ge=0, description="requests served at once, 0 for as many as come")
+    max_per_decode: int = Field(
+        default=0, ge=0, description="requests served at once for each decode engine, 0 for as many as come"
+    )
+    tls_cert: Path | None = Field(default=None, description="PEM file of a certificate chain: clients speak TLS")
+    tls_key: Path | None = Field(default=None, description="PEM file of its private key (in tls_cert if unset)")
     access_log: str | None = Field(
         default=None, description="file for one line of JSON for each request, or - for standard output"
     )
     args: Arguments = Field(default=(), description="more arguments for `kvrelay router serve`")
+
+    @property
+    def entrance(self) -> tuple[str, ...]:
+        """Arguments of ``kvrelay router serve`` about who may come in."""
+        given = (
+            ("--keys-file", self.keys_file),
+            ("--max-concurrent", self.max_concurrent),
+            ("--max-per-decode", self.max_per_decode),
+            ("--tls-cert", self.tls_cert),
+            ("--tls-key", self.tls_key),
+        )
+        return tuple(word for flag, value in given if value for word in (flag, str(value)))
 
     @property
     def routing(self) -> RoutingSettings:

@@ -24,18 +24,10 @@ _CODING = "a Transfer-Encoding other than one 'chunked'"
 
 def request_problem(version: str, target: bytes, headers: Headers) -> str:
     """Why a head the parser took is refused; nothing where it is well. ``version``: ``1.0`` or ``1.1``."""
-    hosts = codings = 0
-    for name, value in headers:
-        if name == _HOST:
-            hosts += 1
-        elif name == _TRANSFER:
-            codings += 1
-            if value.strip().lower() != _CHUNKED:
-                return _CODING
-    if codings > 1:
-        return _CODING
-    if codings and version == "1.0":
-        return "a Transfer-Encoding in HTTP/1.0"
+    names = [name for name, _ in headers]
+    if _TRANSFER in names and (problem := _coding_problem(version, headers)):
+        return problem
+    hosts = names.count(_HOST)
     if hosts > 1 or (not hosts and version != "1.0"):
         return "several Host headers" if hosts else "no Host header"
     return "a fragment in the request's target" if b"#" in target else ""
@@ -49,6 +41,10 @@ def response_problem(version: str, status: int, reason: bytes, headers: Headers)
         return f"status {status}"
     if any(byte < 0x20 and byte != 0x09 for byte in reason):
         return "control characters in its reason"
+    return _coding_problem(version, headers)
+
+
+def _coding_problem(version: str, headers: Headers) -> str:
     codings = [value for name, value in headers if name == _TRANSFER]
     if not codings:
         return ""

@@ -6,6 +6,8 @@ token ids, counted), and as many completion tokens as the request allows.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from msgspec import Raw, Struct
 
@@ -16,6 +18,10 @@ MAX_TOKENS = 10_000_000
 """More than any engine generates: what is above says nothing."""
 MAX_N = 1024
 MAX_PRIORITY = 1 << 31
+
+
+_IDS = re.compile(rb"\s*\[[\s\[]*\d")
+"""Token ids, one prompt's or several."""
 
 
 class _Fields(Struct):
@@ -71,9 +77,9 @@ def read_asked(body: bytes, *, is_json: bool, generates: bool) -> Asked:
 
 
 def _tokens_of(value: Raw) -> int:
-    data = bytes(value)
-    if data.startswith(b"[") and b'"' not in data:  # token ids, one prompt's or several
-        return data.count(b",") + 1
+    data = memoryview(value)
+    if _IDS.match(data) is not None:
+        return bytes(data).count(b",") + 1
     return len(data) // BYTES_PER_TOKEN
 
 

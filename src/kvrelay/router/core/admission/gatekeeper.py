@@ -117,6 +117,11 @@ class _Lane:
         for flow in self._flows.values():
             yield from flow.waiting
 
+    def last_of(self, flow: str) -> Entrant | None:
+        """Who of a flow is served last, if anybody of it waits."""
+        found = self._flows.get(flow)
+        return None if found is None else found.waiting[-1]
+
     def add(self, entrant: Entrant, weight: float) -> None:
         flow = self._flows.get(entrant.flow)
         if flow is None:
@@ -143,7 +148,10 @@ class _Lane:
 
     def remove(self, entrant: Entrant) -> None:
         flow = self._flows[entrant.flow]
-        flow.waiting.remove(entrant)
+        if flow.waiting[-1] is entrant:
+            flow.waiting.pop()
+        else:
+            flow.waiting.remove(entrant)
         self.size -= 1
         if not flow.waiting:
             del self._flows[flow.name]
@@ -306,5 +314,4 @@ class Gatekeeper:
         return last if last is not None and last.priority > newcomer.priority else None
 
     def _last_of(self, flow: str) -> Entrant | None:
-        waiting = [entrant for lane in (self._express, self._ordinary) for entrant in lane if entrant.flow == flow]
-        return max(waiting, key=lambda entrant: (entrant.priority, entrant.order), default=None)
+        return self._ordinary.last_of(flow) or self._express.last_of(flow)
