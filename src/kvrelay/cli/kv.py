@@ -29,6 +29,9 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--tokenizer", metavar="PATH", help="a model's directory or tokenizer.json: completions are tokenised here"
     )
+    serve.add_argument(
+        "--pool-index", action="store_true", help="ask the pool what it holds before a prompt goes to a prefill engine"
+    )
 
 
 def settings_of(args: argparse.Namespace) -> KvSettings:
@@ -38,4 +41,5 @@ def settings_of(args: argparse.Namespace) -> KvSettings:
         token_ids=args.token_ids,
         tokenize_timeout_s=args.tokenize_timeout,
         tokenizer=args.tokenizer,
+        pool_index=args.pool_index,
     )

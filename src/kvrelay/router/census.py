@@ -9,10 +9,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvrelay.identity.core.compat import difference, known_as, strangers
+from kvrelay.router.core.kv.pool_keys import naming_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from kvrelay.router.core.kv.pool_keys import Naming
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.wire.messages import Engine
 
@@ -29,9 +31,13 @@ class Census:
         self.mismatches: tuple[str, ...] = ()
         """One sentence for each two engines that were meant for each other and share no key."""
 
+        self.naming: Naming | None = None
+        """How the engines name KV in the pool, where the router can follow."""
+
     def take(self, registered: Sequence[Engine]) -> None:
         """Compare. Engines that bear other names count only where those of the router are not registered."""
         ours = known_as(registered, self._names)
+        self.naming = naming_of(ours or registered)
         apart = strangers(ours if len({engine.role for engine in ours}) > 1 else registered)
         pairs: dict[frozenset[str], str] = {}
         for one, other in apart:

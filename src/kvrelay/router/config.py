@@ -131,7 +131,10 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     problems += _observing_problems(settings.observing)
     problems += routing_problems(settings.routing, hands_over=profile is None or profile.hands_over)
     engines = [f"P{number}" for number in range(len(prefills))] + [f"D{number}" for number in range(len(decodes))]
-    problems += kv_problems(settings.kv, settings.routing.policies, engines)
+    problems += kv_problems(
+        settings.kv, settings.routing.policies, engines, pooled=settings.pool is not None,
+        conditional=settings.routing.disaggregate_above != "0",
+    )  # fmt: skip
     entrance = check_entrance(settings.entrance, problems, workers=settings.workers)
     if problems:
         raise ConfigError(*problems)

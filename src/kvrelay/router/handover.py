@@ -38,8 +38,8 @@ class Handover:
     """One request."""
 
     __slots__ = (
-        "_held", "body", "carried", "described", "outgoing", "record", "recovery", "reply", "request", "router",
-        "strangers", "ticket", "wishes",
+        "_held", "body", "carried", "described", "in_pool", "outgoing", "record", "recovery", "reply", "request",
+        "router", "strangers", "ticket", "wishes",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,8 @@ class Handover:
         """Who may have to be there for the decode side to take the KV."""
         self.strangers = NO_STRANGERS
         """By role, the engines that are not asked, whatever becomes of the others."""
+        self.in_pool = 0
+        """Tokens of the prompt that the pool holds for any decode engine, as far as is known."""
         self.described = router.routing.describe(request, body.fields)
 
     async def run(self) -> str:
@@ -93,6 +95,7 @@ class Handover:
             self.step(Event.FAILED)
             return self.refuse(nowhere)
         await self._find_token_ids()
+        await self._ask_pool()
         bypass = self._bypass
         if (refused := self._refused(bypass)) is not None:
             self.step(Event.FAILED)
@@ -129,6 +132,12 @@ class Handover:
             if ids is not None:
                 view = msgspec.structs.replace(described.view, tokens=ids, num_tokens=len(ids))
                 self.described = msgspec.structs.replace(described, view=view)
+
+    async def _ask_pool(self) -> None:
+        """How much of the prompt it holds, where that may decide whether a prefill engine is asked."""
+        routing, view = self.router.routing, self.described.view
+        if routing.pool_index is not None and len(view.tokens) > routing.spare:
+            self.in_pool = await routing.pool_index.held(view, self.request)
 
     async def _look_around(self) -> Refusal | None:
         """Find out who cannot be asked: who does not serve the model, or does not hold what is continued."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvrelay.router.engines import Engines
     from kvrelay.router.handover import Handover
     from kvrelay.router.http.messages import Request
+    from kvrelay.router.kv.pool_index import PoolIndex
     from kvrelay.router.kv.token_ids import TokenFinder
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.types import Lost, Proof
@@ -65,9 +66,11 @@ class Routing:
         engines: Engines,
         metrics: RouterMetrics,
         token_finder: TokenFinder | None = None,
+        pool_index: PoolIndex | None = None,
     ) -> None:
         """Engines' policies are those of ``engines``. ``token_finder``: for those that want token ids."""
         self.token_finder = token_finder
+        self.pool_index = pool_index
         self.colocated_fallback = settings.colocated_fallback
         self._session_header = settings.session_header.lower().encode()
         self._engines = engines
@@ -114,6 +117,8 @@ class Routing:
         engines = self._engines.views(Role.DECODE, handover.strangers[Role.DECODE])
         well = [engine for engine in engines if not engine.resting and not engine.draining]
         told = self._engines.pickers[Role.DECODE].policy.cached(view)
+        if in_pool := handover.in_pool:
+            told = {engine.name: max(told.get(engine.name, 0), in_pool) for engine in well}
         decode, cached = self.held.best(view, well, self.spare, told)
         verdict = self.conditional.judge(tokens, sized=prompt.sized, cached=cached, decode=decode)
         if verdict.alone and has_media(prompt):

@@ -27,6 +27,7 @@ from kvrelay.router.http.messages import Request
 from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
 from kvrelay.router.kv.hub import make_hub
+from kvrelay.router.kv.pool_index import PoolIndex
 from kvrelay.router.kv.token_ids import make_finder
 from kvrelay.router.listening import listening_problem
 from kvrelay.router.metrics import RouterMetrics
@@ -106,6 +107,10 @@ class RouterService:
             return time.monotonic() + offset
 
         self._observer = Observer(config.observing, metrics, self._desk, now)
+        finder = make_finder(config.kv, policies.values(), engines, metrics.kv)
+        pool_index = None
+        if config.kv.pool_index and self._desk is not None:
+            pool_index = PoolIndex(self._desk, census, engines)
         self._disaggregator = Disaggregator(
             engines,
             self._catalogue,
@@ -115,7 +120,7 @@ class RouterService:
             metrics,
             timeouts,
             LostKv(policy=config.on_lost_kv, max_reprefills=config.max_reprefills),
-            Routing(config.routing, engines, metrics, make_finder(config.kv, policies.values(), engines, metrics.kv)),
+            Routing(config.routing, engines, metrics, finder, pool_index),
             now,
             dispatch=config.dispatch,
         )

@@ -17,9 +17,10 @@ from kvrelay.errors import KvRelayError, NotFoundError, PoolUnavailableError
 from kvrelay.types import Proof, read_note
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
     from typing import Any
 
+    from kvrelay.client.core.names import PrefixCount
     from kvrelay.router.census import Census
     from kvrelay.router.core.records import Record
     from kvrelay.router.metrics import RouterMetrics
@@ -63,6 +64,10 @@ class TicketClient(Protocol):
 
     async def collect(self, ticket: str, timeout_s: float) -> list[bytes]:
         """Take its notes; waits for the first if there is none."""
+        ...
+
+    async def count_prefix(self, keys: Sequence[bytes]) -> PrefixCount:
+        """How long the prefix of ``keys`` is that the pool holds."""
         ...
 
     async def stat(self) -> dict[str, int]:
@@ -227,6 +232,14 @@ class TicketDesk:
         if was is not State.CLOSED and self._circuit.state is State.CLOSED:
             self._metrics.circuit_open.set(0)
             logger.info("the pool opens tickets in time again")
+
+    async def count_sealed(self, keys: Sequence[bytes]) -> int:
+        """How many of these objects, from the first on, are whole in the pool; 0 while it is away.
+
+        Raises:
+            KvRelayError: it does not say.
+        """
+        return 0 if self._client is None else (await self._client.count_prefix(keys)).sealed
 
     def watch(self, ticket: Ticket) -> None:
         """Take notes from now on, before there is an answer."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvrelay.client.core.names import PrefixCount
 from kvrelay.errors import NotFoundError, PoolUnavailableError
 from kvrelay.types import Lost, Proof, Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from kvrelay.wire.messages import Engine
@@ -29,6 +32,11 @@ class FakePool:
         self.sealed: list[str] = []
         self.notes: dict[str, list[bytes]] = {}
         self.closed = False
+        self.held: set[bytes] = set()
+        """Keys of objects that are whole."""
+        self.registered: list[Engine] = []
+        self.num_counted = 0
+        """Questions for how much it holds."""
         self.num_asked = 0
         """Tickets asked for."""
         self.hold: asyncio.Event | None = None
@@ -95,6 +103,13 @@ class FakePool:
         for _ in range(20):
             await asyncio.sleep(0)
 
+    async def count_prefix(self, keys: Sequence[bytes]) -> PrefixCount:
+        """As the real one, of `held` keys."""
+        self._check()
+        self.num_counted += 1
+        found = sum(1 for _ in takewhile(self.held.__contains__, keys))
+        return PrefixCount(found, found, found)
+
     async def stat(self) -> dict[str, int]:
         """As the real one."""
         self._check()
@@ -103,7 +118,7 @@ class FakePool:
     async def engines(self) -> list[Engine]:
         """As the real one."""
         self._check()
-        return []
+        return self.registered
 
     async def close(self) -> None:
         """As the real one."""

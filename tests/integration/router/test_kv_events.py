@@ -15,6 +15,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.core.kv.index import Source
 from kvrelay.router.core.kv.settings import KvSettings
 from kvrelay.router.core.routing import RoutingSettings
+from kvrelay.router.kv import token_ids
 
 if TYPE_CHECKING:
     from kvrelay.router.service import RouterService
@@ -214,7 +215,12 @@ async def test_text_is_tokenised_by_an_engine_once(fleet: Start) -> None:
     assert [request.json for request in asked] == [{"model": "m", "prompt": text}]
 
 
-async def test_an_engine_that_does_not_answer_in_time_costs_a_choice_by_text(fleet: Start) -> None:
+async def test_an_engine_that_does_not_answer_in_time_costs_a_choice_by_text(
+    fleet: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_ids, "FIRST_PAUSE_S", 1_000.0)
+    monkeypatch.setattr(token_ids, "LONGEST_PAUSE_S", 1_000.0)
+
     async def slow(exchange: Exchange) -> None:
         if exchange.request.target == "/tokenize":
             await exchange.gone.wait()

@@ -35,6 +35,7 @@ class KvSettings(Struct, frozen=True, kw_only=True):
     token_ids: str = TokenIds.ENGINE
     tokenize_timeout_s: float = 0.1
     tokenizer: str | None = None
+    pool_index: bool = False
 
 
 class Publisher(Struct, frozen=True):
@@ -72,10 +73,13 @@ def parse_publishers(texts: Sequence[str]) -> tuple[Publisher, ...]:
     return tuple(found)
 
 
-def kv_problems(settings: KvSettings, policies: Collection[str], engines: Collection[str]) -> list[str]:
+def kv_problems(
+    settings: KvSettings, policies: Collection[str], engines: Collection[str], *, pooled: bool, conditional: bool
+) -> list[str]:
     """What is wrong, each with what would be right.
 
-    ``policies``: those in use, by name; ``engines``: what they are called.
+    ``policies``: those in use, by name; ``engines``: what they are called; ``pooled``: whether there is a pool;
+    ``conditional``: whether prompts may go to a decode engine alone.
     """
     problems: list[str] = []
     try:
@@ -89,6 +93,8 @@ def kv_problems(settings: KvSettings, policies: Collection[str], engines: Collec
         problems.append(f"--policy {POLICY} needs --kv-events ENGINE=tcp://HOST:PORT of its engines; or: prefix-aware")
     if settings.events and POLICY not in policies:
         problems.append(f"--kv-events means nothing without --policy {POLICY}: leave it out, or choose that")
+    if settings.pool_index and not (pooled and conditional and POLICY in policies):
+        problems.append(f"--pool-index needs --pool, --disaggregate-above and, for token ids, --policy {POLICY}")
     if settings.token_ids not in list(TokenIds):
         problems.append(f"--token-ids {settings.token_ids!r} is unknown: choose one of {', '.join(TokenIds)}")
     if not 0 < settings.tokenize_timeout_s <= MAX_TIMEOUT_S:
