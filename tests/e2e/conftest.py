@@ -40,6 +40,9 @@ DISAGGREGATED = (
 )  # fmt: skip
 
 PATIENCE = """\
+[router]
+args = ["--ticket-timeout", "10"]
+
 [connector_options]  # on two busy cores the pool may be late; here that is to be waited for, not worked around
 announce_wait_s = 5.0
 lookup_timeout_s = 10.0

@@ -76,6 +76,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="for requests in flight when the router is stopped (%(default)g)",
     )  # fmt: skip
     serve.add_argument(
+        "--ticket-timeout", type=float, default=_DEFAULTS.ticket_timeout_s, metavar="S",
+        help="for the pool to protect a hand-over; after that requests go on without, for a moment (%(default)g)",
+    )  # fmt: skip
+    serve.add_argument(
         "--on-lost-kv", default=_DEFAULTS.on_lost_kv, metavar="POLICY",
         help=f"when the decode side cannot have the KV: {', '.join(OnLostKv)} (%(default)s)",
     )  # fmt: skip
@@ -143,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
             handover_timeout_s=args.handover_timeout,
             decode_timeout_s=args.decode_timeout,
             drain_timeout_s=args.drain_timeout,
+            ticket_timeout_s=args.ticket_timeout,
             on_lost_kv=args.on_lost_kv,
             max_reprefills=args.max_reprefills,
             dispatch=args.dispatch,

@@ -43,6 +43,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     handover_timeout_s: float = 600.0
     decode_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    ticket_timeout_s: float = 0.25
     on_lost_kv: str = "recompute"
     max_reprefills: int = 1
     dispatch: str = "sequential"
@@ -70,6 +71,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     handover_timeout_s: float
     decode_timeout_s: float
     drain_timeout_s: float
+    ticket_timeout_s: float
     on_lost_kv: OnLostKv
     max_reprefills: int
     dispatch: Dispatch
@@ -112,6 +114,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         ("--prefill-timeout", settings.prefill_timeout_s),
         ("--handover-timeout", settings.handover_timeout_s),
         ("--decode-timeout", settings.decode_timeout_s),
+        ("--ticket-timeout", settings.ticket_timeout_s),
     ):
         if value is not None and not 0 < value <= MAX_LEASE_S:
             problems.append(f"{flag} {value:g} is out of range: give seconds above 0, up to {MAX_LEASE_S:g}")
@@ -151,6 +154,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         handover_timeout_s=settings.handover_timeout_s,
         decode_timeout_s=settings.decode_timeout_s,
         drain_timeout_s=settings.drain_timeout_s,
+        ticket_timeout_s=settings.ticket_timeout_s,
         on_lost_kv=OnLostKv(settings.on_lost_kv),
         max_reprefills=settings.max_reprefills,
         dispatch=Dispatch(settings.dispatch),

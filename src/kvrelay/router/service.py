@@ -92,7 +92,13 @@ class RouterService:
         self._desk = None
         census = Census(self._engine_names, metrics)
         if connect_pool is not None:
-            self._desk = TicketDesk(connect_pool, deadline_s=config.handover_timeout_s, metrics=metrics, census=census)
+            self._desk = TicketDesk(
+                connect_pool,
+                deadline_s=config.handover_timeout_s,
+                patience_s=config.ticket_timeout_s,
+                metrics=metrics,
+                census=census,
+            )
         offset = time.time() - time.monotonic()
         book = RecordBook()
         timeouts = Timeouts(

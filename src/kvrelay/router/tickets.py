@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 0.25
-"""A request waits no longer than this for its ticket; then the next go without, until one probes the pool again."""
 SLOW_S, LONGEST_PAUSE_S = 1.0, 30.0
 """From opening the circuit to the first probe, and between probes at most."""
 PROOF_TIMEOUT_S = 1.0
@@ -148,14 +146,20 @@ class TicketDesk:
         connect: Callable[[], Awaitable[TicketClient]],
         *,
         deadline_s: float,
+        patience_s: float,
         metrics: RouterMetrics,
         census: Census,
     ) -> None:
-        """``connect`` makes a connection; ``deadline_s``: of each ticket; ``census`` is taken of the pool's engines."""
+        """``connect`` makes a connection; ``deadline_s``: of each ticket; ``census`` is taken of the pool's engines.
+
+        A request waits no longer than ``patience_s`` for its ticket; then the next go without, until one probes the
+        pool again.
+        """
         self._connect = connect
         self._census = census
         self._census_due = 0.0
         self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self._metrics = metrics
         self._client: TicketClient | None = None
         self._lost = asyncio.Event()
@@ -204,12 +208,12 @@ class TicketDesk:
             return None
         ticket = Ticket(record.life.name, client, record, expected)
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
+            async with asyncio.timeout(self._patience_s):
                 await client.open_ticket(ticket.name, self._deadline_s)
         except TimeoutError:
             if circuit.state is State.CLOSED:
                 self._metrics.circuit_open.set(1)
-                logger.warning("the pool took more than %g s to open a ticket: going on without", OPEN_TIMEOUT_S)
+                logger.warning("the pool took more than %g s to open a ticket: going on without", self._patience_s)
             circuit.failed(loop.time())
             self._spawn(self._tell(ticket, ticket.client.end_ticket))  # it may yet be opened
             return None

@@ -72,6 +72,7 @@ async def router(fakes: list[FakeEngine]) -> AsyncIterator[StartRouter]:
         address = None if pool is None else "unix:given"
         options = {
             "drain_timeout_s": 0.2,
+            "ticket_timeout_s": 20.0,
             "pool": address,
             "resilience": Resilience(probe_interval_s=0.0),
             **settings,
@@ -91,7 +92,7 @@ async def router(fakes: list[FakeEngine]) -> AsyncIterator[StartRouter]:
         await fake.left_alone()
     left = {task for task in asyncio.all_tasks() - before if _is_ours(task)}
     if ending := {task for task in left if task.cancelling()}:
-        await asyncio.wait(ending, timeout=1)
+        await asyncio.wait(ending, timeout=20)
     assert not [task for task in left if not task.done()]
 
 

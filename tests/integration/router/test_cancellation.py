@@ -244,7 +244,6 @@ async def test_requests_go_on_without_a_pool_and_with_it_again(engine: Any, rout
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the router is made."""
-    monkeypatch.setattr(tickets, "OPEN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(tickets, "SLOW_S", 0.5)
 
 
@@ -257,7 +256,7 @@ async def test_a_slow_pool_is_told_of_once_waited_for_once_and_probed_by_one(
     4. The pool is well again: the next probe closes the circuit.
     """
     prefill, decode, pool = await engine(), await engine(), FakePool()
-    port = (await router([prefill], [decode], pool=pool.connect)).port
+    port = (await router([prefill], [decode], pool=pool.connect, ticket_timeout_s=0.05)).port
     pool.hold = asyncio.Event()
 
     async def crowd() -> int:
