@@ -12,8 +12,11 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 from kvrelay.router.config import RouterSettings, check_settings
 from kvrelay.router.core.resilience import Resilience
+from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.router.service import RouterService
 from kvrelay.testing.fake_engine import FakeEngine
+from kvrelay.testing.fake_tickets import FakePool
+from kvrelay.testing.raw_http import Answer, get, post
 
 if TYPE_CHECKING:
     from kvrelay.router.core.health import HealthSettings
@@ -107,3 +110,50 @@ async def pair(engine: StartEngine, router: StartRouter) -> tuple[FakeEngine, Fa
     prefill, decode = await engine(), await engine()
     service = await router([prefill], [decode])
     return prefill, decode, service.port
+
+
+class Fleet:
+    """Engines of both roles, a pool and a router."""
+
+    def __init__(
+        self, prefills: list[FakeEngine], decodes: list[FakeEngine], pool: FakePool, service: RouterService
+    ) -> None:
+        self.prefills, self.decodes, self.pool, self.service = prefills, decodes, pool, service
+
+    @property
+    def port(self) -> int:
+        return self.service.port
+
+    @property
+    def routing(self) -> Any:
+        return self.service._disaggregator.routing
+
+    async def ask(
+        self, prompt: object = "ten words " * 4, headers: str = "", path: str = "/v1/completions", **more: Any
+    ) -> Answer:
+        return await post(self.port, path, {"prompt": prompt, "model": "m", "max_tokens": 2, **more}, headers=headers)
+
+    async def record(self, answer: Answer) -> dict[str, Any]:
+        return (await get(self.port, f"/kvrelay/handovers/{answer.headers['x-kvrelay-handover']}")).json
+
+    async def metric(self, line: str) -> bool:
+        return line in (await get(self.port, "/metrics")).body.decode()
+
+    @property
+    def asked(self) -> tuple[list[int], list[int]]:
+        """How many requests each engine got."""
+        prefills = [len(engine.requests) for engine in self.prefills]
+        return prefills, [len(engine.requests) for engine in self.decodes]
+
+
+@pytest.fixture
+async def fleet_of(engine: StartEngine, router: StartRouter) -> Any:
+    async def begin(
+        prefills: int = 1, decodes: int = 1, *, pool: bool = False, settings: Any = None, **routing: Any
+    ) -> Fleet:
+        p, d, fake = [await engine() for _ in range(prefills)], [await engine() for _ in range(decodes)], FakePool()
+        given = {"pool": fake.connect} if pool else {}
+        service = await router(p, d, routing=RoutingSettings(**routing), **given, **(settings or {}))
+        return Fleet(p, d, fake, service)
+
+    return begin
