@@ -116,6 +116,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="only client headers of these names reach engines; NAME* for all that begin so; repeat for more",
     )  # fmt: skip
     serve.add_argument(
+        "--request-id-header", action="append", default=[], metavar="NAME",
+        help="a client header that names a request where there is no x-request-id; repeat for more",
+    )  # fmt: skip
+    serve.add_argument(
         "--drop-header", action="append", default=[], metavar="NAME",
         help="client headers of this name do not reach engines; repeat for more",
     )  # fmt: skip
@@ -159,7 +163,11 @@ def run(args: argparse.Namespace) -> int:
                 access_log=args.access_log,
                 otlp_endpoint=args.otlp_endpoint,
                 trace_ratio=args.trace_ratio,
-                headers=HeaderSettings(forward=tuple(args.forward_header), drop=tuple(args.drop_header)),
+                headers=HeaderSettings(
+                    forward=tuple(args.forward_header),
+                    drop=tuple(args.drop_header),
+                    request_id=tuple(args.request_id_header),
+                ),
             ),
             resilience=router_resilience.read(args),
             entrance=router_entrance.settings_of(args),

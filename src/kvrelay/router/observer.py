@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.router.access_log import AccessLog
 from kvrelay.router.core.legs import Endpoint
+from kvrelay.router.core.observing.forwarding import REQUEST_ID
 from kvrelay.router.core.observing.log_line import log_line
 from kvrelay.router.core.observing.seen import Facts
 from kvrelay.router.core.observing.traceparent import TRACEPARENT
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID = b"x-request-id"
-
 
 class Observer:
     """One for a router. Costs little where nothing but metrics is asked for."""
@@ -38,6 +37,7 @@ class Observer:
     ) -> None:
         """``now``: Unix time, as in the hand-overs' records."""
         self._settings = settings
+        self._naming = settings.headers.naming
         self._metrics = metrics
         self._desk = desk
         self._offset = now() - time.perf_counter()
@@ -89,7 +89,8 @@ class Observer:
         seen.arrived = time.perf_counter()
         if self._log is not None or self._tracer is not None:
             seen.client = reply.client
-        seen.request_id = request.header(REQUEST_ID) or name.encode()
+        named = next(filter(None, map(request.header, self._naming)), None)
+        seen.request_id = named or name.encode()
         reply.always = [(REQUEST_ID, seen.request_id)]
         if traced and self._tracer is not None:
             seen.trace = self._tracer.sampler.trace(request.header(TRACEPARENT))

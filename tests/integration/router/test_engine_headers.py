@@ -82,6 +82,20 @@ async def test_every_answer_names_its_request(pair: Any, path: str) -> None:
     assert (await post(port, path, b"no json")).headers["x-request-id"]
 
 
+async def test_a_request_may_be_named_by_another_header(engine: Any, router: Any) -> None:
+    engines = [await engine(), await engine()]
+    naming = HeaderSettings(request_id=("X-Correlation-Id", "request-id"), drop=("request-id",))
+    service: RouterService = await router(engines[:1], engines[1:], observing=Observing(headers=naming))
+    for sent, name in (
+        ("request-id: r\r\nx-correlation-id: c\r\n", "c"),
+        ("request-id: r\r\n", "r"),
+        ("x-correlation-id: c\r\nx-request-id: x\r\n", "x"),
+    ):
+        legs = await asked(service.port, "/v1/completions", engines, sent)
+        assert [leg["x-request-id"] for leg in legs] == [name, name]
+        assert not any("request-id" in leg for leg in legs)
+
+
 async def test_own_pages_and_models_name_their_request_too(pair: Any) -> None:
     _, _, port = pair
     for path in ("/health", "/metrics", "/v1/models"):

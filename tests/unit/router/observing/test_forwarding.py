@@ -45,6 +45,7 @@ def test_names_that_clients_make_up_are_not_all_remembered() -> None:
         (HeaderSettings(drop=("",)), "is no header's name"),
         (HeaderSettings(drop=("x*y",)), "is no header's name"),
         (HeaderSettings(drop=("Content-Type",)), "engines cannot read a request without it"),
+        (HeaderSettings(request_id=("x-*",)), "--request-id-header 'x-*' is no header's name"),
         (HeaderSettings(forward=("host",)), "the router writes it itself"),
     ],
 )

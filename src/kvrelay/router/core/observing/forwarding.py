@@ -14,6 +14,7 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+REQUEST_ID = b"x-request-id"
 ALWAYS = frozenset({b"content-type", b"content-encoding"})
 """Without them an engine would read the body as something else."""
 _PATTERN = re.compile(r"[!#$%&'+.^_`|~0-9A-Za-z-]+\*?|\*")
@@ -29,6 +30,13 @@ class HeaderSettings(Struct, frozen=True):
     """If any: only these, and `ALWAYS`, reach engines."""
     drop: tuple[str, ...] = ()
     """Never reach engines, whatever ``forward`` says."""
+    request_id: tuple[str, ...] = ()
+    """Where a client's name for its request is looked for, after `REQUEST_ID`, in this order."""
+
+    @property
+    def naming(self) -> tuple[bytes, ...]:
+        """The headers that may name a request, the first that does counts."""
+        return REQUEST_ID, *(name.lower().encode() for name in self.request_id)
 
 
 class HeaderRules:
@@ -70,6 +78,9 @@ def problems_of(settings: HeaderSettings) -> Iterator[str]:
     """What is wrong with the settings."""
     yield from _bad_names("--forward-header", settings.forward, _NEVER, "the router writes it itself, for each engine")
     yield from _bad_names("--drop-header", settings.drop, ALWAYS, "engines cannot read a request without it")
+    for name in settings.request_id:
+        if _PATTERN.fullmatch(name) is None or name.endswith("*"):
+            yield f"--request-id-header {name!r} is no header's name: give one, such as x-correlation-id"
 
 
 def _bad_names(flag: str, patterns: Sequence[str], barred: Collection[bytes], why: str) -> Iterator[str]:
