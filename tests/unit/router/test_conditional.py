@@ -6,7 +6,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
@@ -152,6 +152,7 @@ def test_in_a_noisy_world_it_settles_near_where_both_ways_take_equally_long() ->
     assert threshold.above <= 158 * 2
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 22))
 def test_every_size_has_a_class(rest: int) -> None:
     threshold = LearntThreshold(Never())
@@ -319,14 +320,14 @@ def test_asking_first_spends_nothing_of_what_is_left_for_lost_kv() -> None:
 
 def test_good_settings_have_no_problems() -> None:
     for above in ("0", "256", "auto"):
-        settings = RoutingSettings(disaggregate_above=above, prefill_policy="least-loaded", colocated_fallback=True)
-        assert routing_problems(settings, hands_over=True) == []
-        assert settings.is_conditional is (above != "0")
-        assert {policy.name for policy in settings.make_policies().values()} == {"least-loaded", "round-robin"}
+        chosen = RoutingSettings(disaggregate_above=above, prefill_policy="least-loaded", colocated_fallback=True)
+        assert routing_problems(chosen, hands_over=True) == []
+        assert chosen.is_conditional is (above != "0")
+        assert {policy.name for policy in chosen.make_policies().values()} == {"least-loaded", "round-robin"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("bad", "said"),
     [
         (RoutingSettings(policy="best"), "--policy 'best'"),
         (RoutingSettings(prefill_policy="best"), "--prefill-policy 'best'"),
@@ -337,17 +338,17 @@ def test_good_settings_have_no_problems() -> None:
         (RoutingSettings(disaggregate_above="99999999999"), "--disaggregate-above"),
     ],
 )
-def test_bad_settings_are_named(settings: RoutingSettings, said: str) -> None:
-    (problem,) = routing_problems(settings, hands_over=True)
+def test_bad_settings_are_named(bad: RoutingSettings, said: str) -> None:
+    (problem,) = routing_problems(bad, hands_over=True)
     assert said in problem
 
 
 def test_flags_for_the_router_are_what_is_not_the_default() -> None:
     assert RoutingSettings().arguments == []
-    settings = RoutingSettings(prefill_policy="random", colocated_fallback=True)
-    assert settings.arguments == ["--prefill-policy", "random", "--colocated-fallback"]
+    chosen = RoutingSettings(prefill_policy="random", colocated_fallback=True)
+    assert chosen.arguments == ["--prefill-policy", "random", "--colocated-fallback"]
 
 
 def test_where_nothing_is_handed_over_nothing_is_decided() -> None:
-    settings = RoutingSettings(disaggregate_above="9", colocated_fallback=True)
-    assert len(routing_problems(settings, hands_over=False)) == 2
+    chosen = RoutingSettings(disaggregate_above="9", colocated_fallback=True)
+    assert len(routing_problems(chosen, hands_over=False)) == 2
