@@ -54,6 +54,22 @@ class Dispatch(StrEnum):
     """At once; a prefill leg is sent if the decode side lacks any of the KV, and then the decode leg again."""
 
 
+class FirstToken(StrEnum):
+    """Whose first token a stream begins with, where that makes no other difference to it."""
+
+    PREFILL = "prefill"
+    """The prefill side's, as soon as it is there; the decode side continues."""
+    DECODE = "decode"
+
+
+class Tokenising(StrEnum):
+    """How often a prompt becomes token ids."""
+
+    ONCE = "once"
+    """By the prefill side, where nothing else of the request needs its text; the decode side is given the ids."""
+    TWICE = "twice"
+
+
 class Lost(Struct, frozen=True, kw_only=True):
     """The decode side's connector cannot have what was promised to a request, and computes nothing for now."""
 

@@ -17,7 +17,7 @@ from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
 from kvrelay.router.core.observing.settings import Observing
 from kvrelay.router.entrance.settings import exposed_without
-from kvrelay.types import Dispatch, OnLostKv
+from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 
 if TYPE_CHECKING:
     import argparse
@@ -94,6 +94,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     routing.add_arguments(serve)
     kv.add_arguments(serve)
     serve.add_argument(
+        "--first-token", default=_DEFAULTS.first_token, metavar="ROLE",
+        help=f"whose first token a stream begins with, where it can: {', '.join(FirstToken)} (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--tokenise", default=_DEFAULTS.tokenise, metavar="TIMES",
+        help=f"whether decode engines are given the prefill engines' token ids: {', '.join(Tokenising)} (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
         "--max-body-mib",
         type=int,
         default=_DEFAULTS.max_body_mib,
@@ -157,6 +165,8 @@ def run(args: argparse.Namespace) -> int:
             dispatch=args.dispatch,
             routing=routing.settings_of(args),
             kv=kv.settings_of(args),
+            first_token=args.first_token,
+            tokenise=args.tokenise,
             max_body_mib=args.max_body_mib,
             workers=args.workers,
             observing=Observing(

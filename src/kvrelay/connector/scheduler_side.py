@@ -58,6 +58,13 @@ def read_hand_over(params: dict[str, Any] | None) -> HandOver | None:
     return over if over.leg in ("prefill", "decode") and 0 < len(over.id) <= limits.MAX_NAME_CHARS else None
 
 
+def _prefilled(entry: Entry) -> int:
+    """How much of a prompt its prefill engine computed: the last chunk it saved ends there."""
+    over = entry.hand_over
+    generated = over.generated if over is not None and over.leg == "decode" else 0
+    return entry.prompt_tokens - generated if 0 < generated < entry.prompt_tokens else entry.prompt_tokens
+
+
 class _Prompt(msgspec.Struct, frozen=True):
     """What a request's keys are made of once its name is there."""
 
@@ -194,7 +201,7 @@ class SchedulerSide:
             self._unnamed(entry, Reason.NO_KEYS)
             return
         chain, chunks = made
-        growth = Growth(chain, prompt.token_ids, entry.prompt_tokens) if self._config.save_decode else None
+        growth = Growth(chain, prompt.token_ids, chain.tokens) if self._config.save_decode else None
         self._ledger.name(entry, chunks, growth)
         if prompt.skip:
             self._ledger.leave_unread(entry, prompt.skip)
@@ -217,7 +224,7 @@ class SchedulerSide:
         try:
             seed = chain_seed(self.namespace, lora=name.lora, salt=prompt.salt)
             chain = ChunkChain(seed, size, (*prompt.extras, *name.extras))
-            chain.extend(prompt.token_ids[: entry.prompt_tokens])
+            chain.extend(prompt.token_ids[: _prefilled(entry)])
             return chain, tuple(chain.all())
         except ValueError as error:  # no token of any vocabulary, no text: the engine shall say so, not we
             log.warning("kvrelay: a prompt has no keys: %s", error)

@@ -69,11 +69,14 @@ class DecodeLeg(Struct, frozen=True, kw_only=True):
     """Which decode leg of the hand-over this is."""
     overlapped: bool = False
     """The prefill leg is still under way."""
+    generated: int = 0
+    """How many tokens at the end of its prompt the prefill engine generated."""
 
     def named(self) -> dict[str, Any]:
         """For ``kv_transfer_params["kvrelay"]``."""
         return {
             **({"overlapped": True} if self.overlapped else {}),
+            **({"generated": self.generated} if self.generated else {}),
             "handover": self.handover,
             "leg": "decode",
             "prefill": self.prefill,
@@ -99,6 +102,10 @@ class Profile:
 
     tells_of_losses: ClassVar[bool] = False
     """Whether the decode side tells when it cannot have the KV: what ``--on-lost-kv`` other than recompute needs."""
+
+    continues: ClassVar[bool] = False
+    """Whether the decode side finds a prompt's KV when it is asked for the prompt and the prefill side's first token:
+    what ``--first-token prefill`` needs."""
 
     overlaps: ClassVar[bool] = False
     """Whether the decode side can follow a prefill that is still going on: what ``--dispatch overlapped`` needs."""

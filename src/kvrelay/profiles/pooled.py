@@ -22,6 +22,7 @@ class KvRelay(Profile):
     pool = Pool.PROCESS
     tells_of_losses = True
     overlaps = True
+    continues = True
 
     def transfer_config(self, setup: EngineSetup) -> dict[str, Any]:
         """Prefill engines load as well as save, so that they reuse prefixes."""

@@ -17,7 +17,7 @@ from kvrelay.router.core.routing import RoutingSettings, routing_problems
 from kvrelay.router.entrance.settings import EntranceConfig, EntranceSettings, check_entrance
 from kvrelay.router.tracing import tracing_problem
 from kvrelay.transport.address import parse_address as parse_pool_address
-from kvrelay.types import Dispatch, OnLostKv
+from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     dispatch: str = "sequential"
     routing: RoutingSettings = RoutingSettings()
     kv: KvSettings = KvSettings()
+    first_token: str = "decode"  # noqa: S105  a token of text
+    tokenise: str = "twice"
     max_body_mib: int = 64
     workers: int = 1
     observing: Observing = Observing()
@@ -77,6 +79,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     dispatch: Dispatch
     routing: RoutingSettings
     kv: KvSettings
+    first_token: FirstToken
+    tokenise: Tokenising
     max_body_bytes: int
     workers: int = 1
     observing: Observing
@@ -139,6 +143,8 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         conditional=settings.routing.disaggregate_above != "0",
     )  # fmt: skip
     entrance = check_entrance(settings.entrance, problems, workers=settings.workers)
+    problems += _first_token_problems(settings)
+    problems += _tokenise_problems(settings)
     if problems:
         raise ConfigError(*problems)
     return RouterConfig(
@@ -160,6 +166,8 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         dispatch=Dispatch(settings.dispatch),
         routing=settings.routing,
         kv=settings.kv,
+        first_token=FirstToken(settings.first_token),
+        tokenise=Tokenising(settings.tokenise),
         max_body_bytes=settings.max_body_mib << 20,
         workers=settings.workers,
         observing=settings.observing,
@@ -217,6 +225,25 @@ def _dispatch_problems(settings: RouterSettings) -> Iterator[str]:
             )
         elif settings.pool is None:
             yield "--dispatch decode-first needs --pool, through which the decode side tells; or: sequential"
+
+
+def _first_token_problems(settings: RouterSettings) -> Iterator[str]:
+    sources = [source.value for source in FirstToken]
+    profile = PROFILES.get(settings.connector)
+    if settings.first_token not in sources:
+        yield f"--first-token {settings.first_token!r} is unknown: choose one of {', '.join(sources)}"
+    elif settings.first_token == FirstToken.PREFILL and profile is not None and not profile.continues:
+        able = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.continues))
+        yield (
+            f"--first-token prefill: with --connector {settings.connector} decode engines cannot go on from a prefill "
+            f"engine's token; choose decode, or one of these connectors: {able}"
+        )
+
+
+def _tokenise_problems(settings: RouterSettings) -> Iterator[str]:
+    ways = [way.value for way in Tokenising]
+    if settings.tokenise not in ways:
+        yield f"--tokenise {settings.tokenise!r} is unknown: choose one of {', '.join(ways)}"
 
 
 def _addresses(flag: str, urls: Sequence[str], problems: list[str]) -> tuple[Address, ...]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.observing.seen import Leg
+    from kvrelay.router.first_token import EarlyStream
     from kvrelay.router.handover import Handover
     from kvrelay.router.http.call import Call
     from kvrelay.router.prefilling import Prefilling
@@ -59,6 +60,7 @@ class Decoding:
     async def run(self) -> str | Action:
         """The outcome; or what to do first, the decode side having lost the KV."""
         handover = self._handover
+        early = handover.early
         tried: list[Engine] = [*handover.strangers[Role.DECODE]]
         suspicion, again = Suspicion(), False
         last: Repelled | Refusal = Refusal(503, "unreachable", "No decode engine is there to answer")
@@ -66,6 +68,8 @@ class Decoding:
             again = True
             tried.append(engine)
             handover.record.decode = engine.name
+            if early is not None and not early.begin(engine) and early.sent:
+                continue  # it would go on otherwise than it began
             handover.step(Event.DECODE_SENT)
             answered = await self._leg(engine)
             if isinstance(answered, str):
@@ -81,6 +85,8 @@ class Decoding:
             if suspicion.confirmed(last.status) or (isinstance(last, Refusal) and last.code in _FINAL):
                 break
         handover.step(Event.FAILED)
+        if early is not None and early.sent:
+            return early.break_off(last)
         if isinstance(last, Refusal):
             return handover.refuse(last)
         last.give(handover.reply, handover.own_headers())
@@ -156,10 +162,24 @@ class Decoding:
             policy=handover.recovery.promise(record.prefill),
             attempt=self._attempt,
             overlapped=self._prefilling.is_under_way,
+            generated=int(self._continued is not None),
         )
         params = handover.router.profile.decode_params(leg, handover.carried)
-        body = handover.body.decode(params, name_response(record.life.name, engine))
+        early, prompt = self._continued, handover.prompt
+        body = None
+        if early is not None:
+            body = early.decode_leg(params)
+        elif prompt is not None:
+            body = prompt.decode_leg(engine, params)
+        if body is None:
+            body = handover.body.decode(params, name_response(record.life.name, engine))
         return handover.outgoing.to(engine, body)
+
+    @property
+    def _continued(self) -> EarlyStream | None:
+        """The stream that has begun, if it has."""
+        early = self._handover.early
+        return early if early is not None and early.sent else None
 
     async def _pass_on(self, engine: Engine, call: Call, begin_s: float, silence_s: float) -> str | Repelled | Refusal:
         """What the engine answers, to the client. ``begin_s``: until it must begin.
@@ -168,6 +188,7 @@ class Decoding:
             EngineError: it broke off.
         """
         handover = self._handover
+        early = self._continued
         if is_engine_fault(call.status) or is_busy(call.status):
             said = await Repelled.take(call, timeout_s=silence_s)
             handover.detour(f"decode_{status_reason(call.status)}", engine)
@@ -177,6 +198,9 @@ class Decoding:
             handover.detour("decode_error_in_200", engine)
             handover.spend()
             return error
+        if early is not None and not early.goes_on(call):
+            handover.detour("not_continued", engine)
+            return await Repelled.take(call, timeout_s=silence_s)
         own = handover.own_headers()
         if call.status == 200 and handover.listens:
             await call.begun(silence_s, self._begins(call))
@@ -188,7 +212,8 @@ class Decoding:
         trailer = partial(proof_comment, handover) if handover.wishes.proof else None
         on_first_byte = partial(self._on_first_byte, engine, call)
         end = StreamEnd.of(handover.body.endpoint)
-        self._relay = Relay(call, handover.reply, own, on_first_byte, trailer, self._begins(call), end)
+        rewrite = early.continuation().feed if early is not None else None
+        self._relay = Relay(call, handover.reply, own, on_first_byte, trailer, self._begins(call), end, rewrite)
         routing = handover.router.routing
         await self._relay.run(silence_s=silence_s)
         handover.step(Event.LAST_BYTE)

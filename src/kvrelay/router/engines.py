@@ -272,16 +272,23 @@ class Engines:
         """
         return (await self.get(engine, path, [], timeout_s=timeout_s))[0]
 
-    async def get(self, engine: Engine, path: str, headers: Headers, *, timeout_s: float) -> tuple[int, bytes]:
+    async def get(
+        self, engine: Engine, path: str, headers: Headers, *, timeout_s: float, posted: bytes = b""
+    ) -> tuple[int, bytes]:
         """GET ``path`` and return the status and the body. Counts neither for nor against the engine.
+
+        ``posted``: JSON to POST there instead.
 
         Raises:
             EngineError: it did not answer in time.
         """
         address, rules = engine.address, self.header_rules
         headers = [header for header in headers if rules is None or rules.passes(header[0])]
-        line = f"GET {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
-        call = await self._client(engine).open(line + render(headers) + b"\r\n", timeout_s=timeout_s)
+        method = "POST" if posted else "GET"
+        line = f"{method} {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
+        if posted:
+            headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(posted))]
+        call = await self._client(engine).open(line + render(headers) + b"\r\n" + posted, timeout_s=timeout_s)
         try:
             body = await call.read(limit_bytes=MAX_PROBE_BYTES, timeout_s=timeout_s)
         finally:

@@ -19,7 +19,9 @@ from kvrelay.router.core.records import Detour
 from kvrelay.router.core.recovery import Action, Recovery
 from kvrelay.router.decoding import Decoding
 from kvrelay.router.engines import Outgoing
+from kvrelay.router.first_token import begin_early
 from kvrelay.router.prefilling import Prefilling
+from kvrelay.router.reused import reuse_prompt
 from kvrelay.router.stored import find_holder
 from kvrelay.types import Dispatch, OnLostKv
 
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from kvrelay.router.core.legs import ClientBody
     from kvrelay.router.core.records import Record
     from kvrelay.router.core.wishes import Wishes
+    from kvrelay.router.first_token import EarlyStream
     from kvrelay.router.http.messages import Headers, Request
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.proxy import Disaggregator
+    from kvrelay.router.reused import ReusedPrompt
     from kvrelay.router.tickets import Ticket
 
 
@@ -38,8 +42,8 @@ class Handover:
     """One request."""
 
     __slots__ = (
-        "_held", "body", "carried", "described", "in_pool", "outgoing", "record", "recovery", "reply", "request",
-        "router", "strangers", "ticket", "wishes",
+        "_held", "body", "carried", "described", "early", "in_pool", "outgoing", "prompt", "record", "recovery",
+        "reply", "request", "router", "strangers", "ticket", "wishes",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +69,10 @@ class Handover:
         self.in_pool = 0
         """Tokens of the prompt that the pool holds for any decode engine, as far as is known."""
         self.described = router.routing.describe(request, body.fields)
+        self.prompt: ReusedPrompt | None = None
+        """Set if the decode side may be given the prefill side's token ids."""
+        self.early: EarlyStream | None = None
+        """Set if the stream is to begin with the prefill side's first token."""
 
     async def run(self) -> str:
         """Answer. The outcome, for the metrics."""
@@ -103,12 +111,14 @@ class Handover:
         prefilling = Prefilling(self)
         if bypass:
             self.detour(bypass)
-        elif self._goes_alone() or self._asks_first():
-            pass
-        elif self._overlaps:
+            return await self._answer(prefilling)
+        decode_only = self._goes_alone() or self._asks_first()
+        self.early = begin_early(self, prefills=not decode_only)
+        if self._overlaps and not decode_only:
             async with prefilling.beside():
                 return await self._answer(prefilling)
-        else:
+        self.prompt = reuse_prompt(self)
+        if not decode_only:
             await prefilling.run()
         return await self._answer(prefilling)
 
@@ -178,7 +188,8 @@ class Handover:
     @property
     def _overlaps(self) -> bool:
         """Whether the decode leg follows the prefill leg: not where more than its answer is waited for."""
-        return self.router.dispatch is Dispatch.OVERLAPPED and self.ticket is not None and not self.listens
+        overlapped = self.router.dispatch is Dispatch.OVERLAPPED and self.early is None
+        return overlapped and self.ticket is not None and not self.listens
 
     def _refused(self, bypass: str) -> Refusal | None:
         """Why a request that must be proven cannot be, before anybody is asked."""

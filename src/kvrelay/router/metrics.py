@@ -72,6 +72,17 @@ class RouterMetrics:
             ("reason",),
             registry=registry,
         )
+        self.first_token = Counter(
+            "kvrelay_router_first_tokens",
+            "Streams that were to begin with the prefill side's first token, by what came of it",
+            ("outcome",),
+            registry=registry,
+        )
+        self.prompts_reused = Counter(
+            "kvrelay_router_prompts_reused",
+            "Requests whose decode leg got the prompt as the prefill engine's token ids",
+            registry=registry,
+        )
         self.cancelled = Counter(
             "kvrelay_router_cancelled",
             "Requests whose client went away, by the state they were in",

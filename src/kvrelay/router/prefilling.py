@@ -119,7 +119,11 @@ class Prefilling:
         router, record = handover.router, handover.record
         deadline = router.now() + timeout_s
         params = router.profile.prefill_params(record.life.name, engine.name, handover.body)
-        leg = handover.outgoing.to(engine, handover.body.prefill(params))
+        early, prompt = handover.early, handover.prompt
+        body = handover.body.prefill(params) if early is None else early.prefill_leg(params)
+        if prompt is not None:
+            body = prompt.asked(body)
+        leg = handover.outgoing.to(engine, body)
         num_tokens = handover.described.view.num_tokens
         began = router.now()
         try:
@@ -129,7 +133,7 @@ class Prefilling:
             ) as call:
                 left_s = max(0.0, deadline - router.now())
                 answer = await call.read(limit_bytes=MAX_PREFILL_ANSWER_BYTES, timeout_s=left_s)
-                status = call.status
+                status, headers = call.status, call.headers
         except EngineError as error:
             return _Loss(error.code, error.http_status)
         if is_engine_fault(status) or is_busy(status):
@@ -147,6 +151,10 @@ class Prefilling:
             handover.hold(engine)
             record.prefill = engine.name
             record.prefills.append(engine.name)
+            if early is not None:
+                early.take(engine, headers, answer)
+            if prompt is not None:
+                prompt.take(answer)
         return None
 
     def _on_sent(self, engine: Engine) -> None:

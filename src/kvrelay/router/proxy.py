@@ -17,8 +17,9 @@ from kvrelay.router.core.legs import ClientBody, Endpoint, parse_fields
 from kvrelay.router.core.lifecycle import Lifecycle
 from kvrelay.router.core.records import Record
 from kvrelay.router.core.wishes import read_wishes
+from kvrelay.router.defaults import DefaultsDesk
 from kvrelay.router.handover import Handover
-from kvrelay.types import Dispatch, OnLostKv
+from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,9 +73,14 @@ class Disaggregator:
         now: Callable[[], float],
         *,
         dispatch: Dispatch = Dispatch.SEQUENTIAL,
+        first_token: FirstToken = FirstToken.DECODE,
+        tokenise: Tokenising = Tokenising.TWICE,
     ) -> None:
         """``now``: Unix time, for the records."""
         self.dispatch = dispatch
+        self.first_token = first_token
+        self.tokenise = tokenise
+        self.defaults = DefaultsDesk(engines)
         self.lost_kv = lost_kv
         self.routing = routing
         self.engines = engines
@@ -94,7 +100,7 @@ class Disaggregator:
         """Answer. The outcome, for the metrics."""
         try:
             body = ClientBody(Endpoint(request.path), parse_fields(request.body))
-            wishes = read_wishes(request.header, self.lost_kv.policy, told=self._told)
+            wishes = read_wishes(request.header, self.lost_kv.policy, told=self._told, first_token=self.first_token)
         except BadRequestError as error:
             reply.refuse(refusal(error))
             return "client_error"

@@ -25,7 +25,7 @@ class Relay:
     """Joins a call to a reply."""
 
     __slots__ = (
-        "_begins", "_call", "_cutter", "_end", "_framed", "_on_first_byte", "_reply", "_trailer",
+        "_begins", "_call", "_cutter", "_end", "_framed", "_on_first_byte", "_reply", "_rewrite", "_trailer",
     )  # fmt: skip
 
     def __init__(
@@ -37,12 +37,15 @@ class Relay:
         trailer: Callable[[], Awaitable[bytes]] | None = None,
         begins: Callable[[bytes], bool] = bool,
         end: StreamEnd | None = None,
+        rewrite: Callable[[bytes], bytes] | None = None,
     ) -> None:
         """``own``: the router's headers, which replace the engine's of the same names.
 
         ``on_first_byte``: called when the body begins, which ``begins`` tells of each piece. ``trailer``: what comes
-        after a stream's last event. ``end``: what a stream of events must end with.
+        after a stream's last event. ``end``: what a stream of events must end with. ``rewrite``: of a stream whose
+        beginning the client has: what becomes of its whole events.
         """
+        self._rewrite = rewrite
         self._trailer = trailer
         self._begins = begins
         self._end = end
@@ -52,8 +55,9 @@ class Relay:
         headers = end_to_end(call.headers, {name for name, _ in own}) + own
         self._framed = find(headers, b"content-length") is not None
         self._cutter = EventCutter() if not self._framed and is_events(headers) else None
-        reply.events = self._cutter is not None
-        reply.start(call.status, headers, reason=call.reason)
+        if rewrite is None:
+            reply.events = self._cutter is not None
+            reply.start(call.status, headers, reason=call.reason)
 
     async def run(self, *, silence_s: float) -> None:
         """Pass the body on to its end. A client that does not keep up holds the engine back.
@@ -73,7 +77,7 @@ class Relay:
             rest = self._rest()
             if not self._is_whole:
                 raise UnfinishedStreamError("the engine ended the stream without saying that it is done")
-            reply.write(rest, end=self._trailer is None)
+            reply.write(self._written(rest), end=self._trailer is None)
             if self._trailer is not None:
                 reply.write(await self._trailer())
         reply.finish()
@@ -95,7 +99,10 @@ class Relay:
                 rest = self._rest()
                 last = self._is_whole
                 data = data + rest if last else data
-        self._reply.write(data, end=last)
+        self._reply.write(self._written(data), end=last)
+
+    def _written(self, data: bytes) -> bytes:
+        return data if self._rewrite is None else self._rewrite(data)
 
     def _rest(self) -> bytes:
         """What came behind the last whole event of a stream that has ended."""

@@ -129,6 +129,8 @@ class RouterService:
             Routing(config.routing, engines, metrics, finder, pool_index),
             now,
             dispatch=config.dispatch,
+            first_token=config.first_token,
+            tokenise=config.tokenise,
         )
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
         self._own = OwnPages(
@@ -241,6 +243,7 @@ class RouterService:
         self._catalogue.close()
         await self._prober.close()
         await self.fleet.close()
+        await self._disaggregator.defaults.close()
         self.engines.close()
         await self._observer.close()
         return cut

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FOREIGN_FLAGS = {
     "--model", "--kv-transfer-config", "--seed", "--enable-lora", "--local-dir", "--sizes", "--batch-mib", "--repeats",
     "--section", "--no-peers", "--api-key", "--otlp-traces-endpoint", "--scheduling-policy",
+    "--enable-force-include-usage",
     "--prefill-X", "--decode-X", "--prefill-", "--decode-",
 }  # fmt: skip
 """Of vLLM, of the model hub's command and of the benchmark; and patterns."""

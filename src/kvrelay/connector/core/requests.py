@@ -78,6 +78,8 @@ class HandOver(Struct, frozen=True):
     """Which decode leg of the hand-over this is."""
     overlapped: bool = False
     """The prefill leg is under way: what the pool does not have yet is being computed."""
+    generated: int = 0
+    """How many tokens at the prompt's end the prefill engine generated: it computed, and saved, those before."""
 
 
 class Entry(Struct, kw_only=True):

@@ -19,7 +19,7 @@ from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.observing.settings import is_collector
 from kvrelay.router.core.routing import routing_problems
 from kvrelay.settings import flatten, nest, toml
-from kvrelay.types import Dispatch, OnLostKv
+from kvrelay.types import Dispatch, FirstToken, OnLostKv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -151,6 +151,11 @@ def _dispatch_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterat
         yield (
             f"dispatch = {settings.dispatch} (from {names['dispatch']}): with connector {settings.connector} decode "
             f"engines {lacking}; choose sequential or --connector kvrelay"
+        )
+    if settings.first_token != FirstToken.DECODE and not (profile is not None and profile.continues):
+        yield (
+            f"first_token = {settings.first_token} (from {names['first_token']}): with connector {settings.connector} "
+            "decode engines cannot go on from a prefill engine's token; choose decode or --connector kvrelay"
         )
 
 

@@ -18,7 +18,7 @@ from kvrelay.launch.core.placement import bind_cores, give_devices
 from kvrelay.profiles.base import EngineSetup
 from kvrelay.router.core.kv.settings import TokenIds
 from kvrelay.router.core.observing.settings import traces_url
-from kvrelay.types import Dispatch, OnLostKv
+from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -242,10 +242,13 @@ class _Planner:
             argv += [f"--{engine.role}", engine.url or ""]
         argv += ["--host", settings.host, "--port", str(settings.port), "--connector", settings.connector]
         argv += ["--drain-timeout", str(settings.drain_timeout_s)]
-        if settings.on_lost_kv != OnLostKv.RECOMPUTE:
-            argv += ["--on-lost-kv", settings.on_lost_kv]
-        if settings.dispatch != Dispatch.SEQUENTIAL:
-            argv += ["--dispatch", settings.dispatch]
+        for flag, value, usual in (
+            ("--on-lost-kv", settings.on_lost_kv, OnLostKv.RECOMPUTE),
+            ("--dispatch", settings.dispatch, Dispatch.SEQUENTIAL),
+            ("--first-token", settings.first_token, FirstToken.DECODE),
+            ("--tokenise", settings.tokenise, Tokenising.TWICE),
+        ):
+            argv += [flag, value] if value != usual else []
         if settings.otlp_endpoint is not None:
             argv += ["--otlp-endpoint", settings.otlp_endpoint]
         if settings.router.workers > 1:

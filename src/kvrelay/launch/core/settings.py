@@ -18,7 +18,7 @@ from kvrelay.router.core.kv.settings import TokenIds
 from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.settings import Settings, leaves_of
 from kvrelay.sizes import parse_size
-from kvrelay.types import Dispatch, OnLostKv
+from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 
 if TYPE_CHECKING:
     from kvrelay.profiles.base import Profile
@@ -182,6 +182,12 @@ class UpSettings(Settings):
     otlp_endpoint: str | None = Field(
         default=None,
         description="an OpenTelemetry collector for traces of router and engines, such as http://127.0.0.1:4318",
+    )
+    first_token: FirstToken = Field(
+        default=FirstToken.DECODE, description="whose first token a stream begins with, where it can"
+    )
+    tokenise: Tokenising = Field(
+        default=Tokenising.TWICE, description="how often a prompt becomes token ids: once, where it can"
     )
     ready_timeout_s: float = Field(default=900.0, gt=0, le=86400, description="seconds until everything must be ready")
     drain_timeout_s: float = Field(default=10.0, ge=0, le=3600, description="seconds running requests get at the end")

@@ -44,6 +44,8 @@ class Record(Struct, eq=False):
     detours: list[Detour] = field(default_factory=list)
     token_ids: str = ""
     """Where its token ids came from before it was routed, or why there were none; empty if nobody wanted them."""
+    first_token: str = ""
+    """Where it was to come from P: ``prefill``, or why it did not."""
     proofs: list[Proof] = field(default_factory=list)
     summary: Summary = field(default_factory=Summary)
     """Of all proofs there were."""
@@ -103,6 +105,7 @@ class Record(Struct, eq=False):
             "detours": self.detours,
             "verdict": self.verdict,
             "token_ids": self.token_ids or None,
+            "first_token": self.first_token or None,
             "proofs": self.proofs,
             "num_proofs": self.num_proofs,
             "losses": self.losses,

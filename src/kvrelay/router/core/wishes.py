@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
-from kvrelay.types import OnLostKv
+from kvrelay.types import FirstToken, OnLostKv
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ ON_LOST_KV = b"x-kvrelay-on-lost-kv"
 PROOF = b"x-kvrelay-proof"
 TIMEOUT = b"x-kvrelay-timeout"
 PRIORITY = b"x-kvrelay-priority"
-HEADERS = frozenset({ON_LOST_KV, PROOF, TIMEOUT, PRIORITY})
+FIRST_TOKEN = b"x-kvrelay-first-token"
+HEADERS = frozenset({ON_LOST_KV, PROOF, TIMEOUT, PRIORITY, FIRST_TOKEN})
 """Not passed on."""
 _T = TypeVar("_T")
 _PROOF = {"yes": True, "no": False}
@@ -29,10 +30,20 @@ class Wishes(Struct, frozen=True):
     policy: OnLostKv
     proof: bool
     """Whether the answer is to carry the proof."""
+    first_token: FirstToken = FirstToken.DECODE
+    """Where a stream's is to come from, if it can."""
 
 
-def read_wishes(header: Callable[[bytes], bytes | None], default: OnLostKv, *, told: bool) -> Wishes:
+def read_wishes(
+    header: Callable[[bytes], bytes | None],
+    default: OnLostKv,
+    *,
+    told: bool,
+    first_token: FirstToken = FirstToken.DECODE,
+) -> Wishes:
     """Read a request's headers. ``default``: the deployment's policy; ``told``: whether decode sides tell of losses.
+
+    ``first_token``: the deployment's too.
 
     Raises:
         BadRequestError: a value is not legal; the message names the legal ones.
@@ -45,7 +56,10 @@ def read_wishes(header: Callable[[bytes], bytes | None], default: OnLostKv, *, t
             "legal: recompute"
         )
     said = header(PROOF)
-    return Wishes(policy, proof=said is not None and _one_of(PROOF, said, _PROOF))
+    proof = said is not None and _one_of(PROOF, said, _PROOF)
+    if (said := header(FIRST_TOKEN)) is not None:
+        first_token = _one_of(FIRST_TOKEN, said, {source.value: source for source in FirstToken})
+    return Wishes(policy, proof, first_token)
 
 
 def read_time_limit(header: Callable[[bytes], bytes | None], default_s: float) -> float:

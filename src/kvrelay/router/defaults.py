@@ -1,0 +1,100 @@
+"""What engines add to requests by themselves, asked of them in the background and remembered for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from kvrelay.router.core.defaults import Said, ask_defaults
+from kvrelay.router.errors import EngineError
+
+if TYPE_CHECKING:
+    from kvrelay.router.core.defaults import Defaults
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.engines import Engines
+    from kvrelay.router.http.messages import Headers
+
+logger = logging.getLogger(__name__)
+
+FRESH_S = 30.0
+"""So long nothing is asked again; after it, what is known counts until the next answer is there."""
+ANSWER_S = 5.0
+MAX_MODELS = 256
+"""Engines times models that are remembered: clients name models, and may name any."""
+
+
+class _KeyRefusedError(Exception):
+    """A client's key is none of the engine's: that says nothing about the engine."""
+
+
+class _Known(Struct):
+    defaults: Defaults | None
+    until: float
+    """Loop time."""
+
+
+class DefaultsDesk:
+    """Knows what it was asked about before. Made and used in one event loop."""
+
+    def __init__(self, engines: Engines) -> None:
+        """Asks nothing yet."""
+        self._engines = engines
+        self._known: dict[tuple[Engine, str], _Known] = {}
+        self._asking: dict[tuple[Engine, str], asyncio.Task[None]] = {}
+
+    def known(self, engine: Engine, model: str, headers: Headers) -> Defaults | None:
+        """What ``engine`` adds for ``model``; None if that is not known, or not known yet: then it is asked.
+
+        ``headers``: by which engines know the client.
+        """
+        key = (engine, model)
+        found = self._known.get(key)
+        stale = found is None or asyncio.get_running_loop().time() >= found.until
+        if stale and key not in self._asking and len(self._asking) < MAX_MODELS:
+            self._asking[key] = asyncio.create_task(self._ask(engine, model, headers))
+        return found.defaults if found is not None else None
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks = set(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _ask(self, engine: Engine, model: str, headers: Headers) -> None:
+        key = (engine, model)
+        try:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    defaults = await self._interview(engine, model, headers)
+            except (TimeoutError, EngineError, msgspec.MsgspecError, ValueError) as error:
+                logger.debug("%s does not tell its defaults: %s", engine.name, error)
+                defaults = None
+            except _KeyRefusedError:
+                return
+            self._known.pop(key, None)
+            self._known[key] = _Known(defaults, asyncio.get_running_loop().time() + FRESH_S)
+            while len(self._known) > MAX_MODELS:
+                del self._known[next(iter(self._known))]
+        finally:
+            del self._asking[key]
+
+    async def _interview(self, engine: Engine, model: str, headers: Headers) -> Defaults | None:
+        asking = ask_defaults(model)
+        question = next(asking)
+        while True:
+            status, body = await self._engines.get(
+                engine, question.path, headers, timeout_s=ANSWER_S, posted=question.body
+            )
+            if status in {401, 403}:
+                raise _KeyRefusedError
+            try:
+                question = asking.send(Said(status, body))
+            except StopIteration as end:
+                defaults: Defaults | None = end.value
+                return defaults
