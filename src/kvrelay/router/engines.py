@@ -8,23 +8,21 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from kvrelay.router.core import wishes
 from kvrelay.router.core.budget import BudgetSettings, RetryBudget
 from kvrelay.router.core.fleet import Engine, Role
 from kvrelay.router.core.health import is_engine_fault
-from kvrelay.router.core.observing.seen import Leg
-from kvrelay.router.core.observing.traceparent import TRACEPARENT
 from kvrelay.router.core.picker import Picker
 from kvrelay.router.core.policy.base import NO_REQUEST
 from kvrelay.router.core.policy.registry import DEFAULT, make_policy
 from kvrelay.router.errors import EngineError, EngineUnreachableError
-from kvrelay.router.http.messages import Request, end_to_end, render
+from kvrelay.router.http.messages import render
 from kvrelay.router.http.upstream import EngineClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvrelay.router.core.observing.forwarding import HeaderRules
+    from kvrelay.router.core.observing.seen import Leg
     from kvrelay.router.core.policy.base import EngineView, Policy, RequestView
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers
@@ -33,41 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PROBE_BYTES = 1 << 20
-_REPLACED = frozenset({b"host", b"content-length", b"expect", b"accept-encoding", b"x-request-id"}) | wishes.HEADERS
-_REPLACED_WHEN_TRACED = _REPLACED | {TRACEPARENT}
-
-
-class Outgoing:
-    """A client's request on its way to engines: the same line and headers for each, but for the host and the body."""
-
-    __slots__ = ("_head", "_method", "_seen", "_target")
-
-    def __init__(self, request: Request, *, request_id: bytes = b"", rules: HeaderRules | None = None) -> None:
-        """``request_id``: what engines call the request, where that is not what everybody does.
-
-        ``rules``: which of the client's headers reach engines; None for all that are about the request.
-        """
-        self._seen = seen = request.seen
-        headers = end_to_end(request.headers, _REPLACED if seen.trace is None else _REPLACED_WHEN_TRACED)
-        if rules is not None:
-            headers = [header for header in headers if rules.passes(header[0])]
-        headers.append((b"x-request-id", request_id or seen.request_id))
-        self._method = request.method.encode()
-        self._target = request.path.encode("latin-1") + request.query
-        self._head = render(headers)
-
-    def to(self, engine: Engine, body: bytes) -> Leg:
-        """The request as ``engine`` gets it, for `Engines.ask`."""
-        address, head, span, trace = engine.address, self._head, 0, self._seen.trace
-        if trace is not None:
-            span = self._seen.new_span()
-            head += b"traceparent: %b\r\n" % trace.traceparent(span)
-        message = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
-            self._method, engine.base, self._target, engine.host, head, len(body), body,
-        )  # fmt: skip
-        leg = Leg(engine.name, engine.role.value, message, (address.host, address.port), span)
-        self._seen.legs.append(leg)
-        return leg
 
 
 class Asking:

@@ -18,8 +18,8 @@ from kvrelay.router.core.models import NO_STRANGERS
 from kvrelay.router.core.records import Detour
 from kvrelay.router.core.recovery import Action, Recovery
 from kvrelay.router.decoding import Decoding
-from kvrelay.router.engines import Outgoing
 from kvrelay.router.first_token import begin_early
+from kvrelay.router.outgoing import Outgoing
 from kvrelay.router.prefilling import Prefilling
 from kvrelay.router.reused import reuse_prompt
 from kvrelay.router.stored import find_holder

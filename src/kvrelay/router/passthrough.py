@@ -12,8 +12,8 @@ from kvrelay.router.core.legs import encode_fields, parse_fields, scrub, text_of
 from kvrelay.router.core.models import model_of_form
 from kvrelay.router.core.paths import stored_name
 from kvrelay.router.core.wholeness import StreamEnd
-from kvrelay.router.engines import Outgoing
 from kvrelay.router.errors import EngineError, EngineSilentError
+from kvrelay.router.outgoing import Outgoing
 from kvrelay.router.relay import Relay
 from kvrelay.router.repelled import Repelled
 from kvrelay.router.stored import find_holder
