@@ -113,7 +113,7 @@ class RouterService:
             return time.monotonic() + offset
 
         self._observer = Observer(config.observing, metrics, self._desk, now)
-        finder = make_finder(config.kv, policies.values(), engines, metrics.kv)
+        self._finder = finder = make_finder(config.kv, policies.values(), engines, metrics.kv)
         pool_index = None
         if config.kv.pool_index and self._desk is not None:
             pool_index = PoolIndex(self._desk, census, engines)
@@ -156,9 +156,11 @@ class RouterService:
         """Listen, and reach for the pool.
 
         Raises:
-            ConfigError: the address cannot be listened on, or the access log cannot be written.
+            ConfigError: the address cannot be listened on, the access log cannot be written, or there is no tokenizer.
             KvRelayError: the pool refuses us.
         """
+        if self._finder is not None:
+            await self._finder.start()
         await self._observer.start()
         loop = asyncio.get_running_loop()
         host, port, tls = self._config.host, self._config.port, self._config.entrance.tls

@@ -18,6 +18,8 @@ from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.router.kv import token_ids
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvrelay.router.service import RouterService
     from kvrelay.testing.fake_engine import Exchange, FakeEngine
 
@@ -244,6 +246,30 @@ async def test_what_has_no_token_ids_goes_by_text(fleet: Start, fields: dict[str
     started = await fleet(token_ids="off")
     assert (await started.record(await started.ask(**fields)))["token_ids"] == why
     assert not [request for fake in started.engines for request in fake.requests if request.target == "/tokenize"]
+
+
+async def test_completions_are_tokenised_here_where_a_tokenizer_is_given(fleet: Start, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["[UNK]", "to", "be", "or", "not"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    started = await fleet(tokenizer=str(tmp_path), token_ids="off")
+    await started.publisher.publish(stored([1, 2, 3, 4] * 4, block_size=4))
+    await started.holds(4)
+    text = "to be or not " * 4 + "to be"
+    first, again = await started.ask(prompt=text), await started.ask(prompt=text)
+    assert {answer.headers["x-kvrelay-prefill"] for answer in (first, again)} == {"P1"}
+    assert [(await started.record(answer))["token_ids"] for answer in (first, again)] == ["tokenizer", "memory"]
+
+
+@pytest.mark.parametrize(("path", "problem"), [("", "there is no"), ("tokenizer.json", "--tokenizer")])
+async def test_a_tokenizer_that_cannot_be_had_is_refused(fleet: Start, tmp_path: Path, path: str, problem: str) -> None:
+    pytest.importorskip("tokenizers")
+    if path:
+        (tmp_path / path).write_text("{}")
+    with pytest.raises(ConfigError, match=problem):
+        await fleet(tokenizer=str(tmp_path / path))
 
 
 async def test_a_router_without_pyzmq_says_what_to_install(fleet: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from kvrelay.router.core.kv.prompts import (
 )
 from kvrelay.router.core.kv.settings import TokenIds
 from kvrelay.router.core.policy.base import Want
+from kvrelay.router.models import key_of
 
 if TYPE_CHECKING:
     from array import array
@@ -76,16 +77,26 @@ class TokenFinder:
     """Finds them."""
 
     def __init__(self, settings: KvSettings, engines: Engines, metrics: KvMetrics) -> None:
-        """Raises `ConfigError` where a local tokenizer is asked for and cannot be had."""
+        """To be started before it is asked."""
         self._engines = engines
         self._metrics = metrics
         self._asks = settings.token_ids == TokenIds.ENGINE
         self._timeout_s = settings.tokenize_timeout_s
-        self._tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
+        self._path = settings.tokenizer
+        self._tokenizer: Any = None
         self._remembered = Remembered(REMEMBERED_TOKENS)
         self._circuit = Circuit(first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
         self._open = 0
         self._turn = 0
+
+    async def start(self) -> None:
+        """Load the tokenizer, where one is given.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        if self._path is not None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path)
 
     async def find(
         self, body: ClientBody, prompt: Prompt, request: Request, strangers: Collection[Engine]
@@ -135,13 +146,11 @@ class TokenFinder:
             return None, "busy"
         if not self._circuit.allow(self._engines.now):
             return None, "circuit_open"
-        said = request.header(b"authorization")
-        headers = [(b"authorization", said)] if said is not None else []
         self._open += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, answer = await self._engines.post(
-                    engine, "/tokenize", headers, asked, limit_bytes=MAX_ANSWER_BYTES, timeout_s=self._timeout_s
+                    engine, "/tokenize", key_of(request), asked, limit_bytes=MAX_ANSWER_BYTES, timeout_s=self._timeout_s
                 )
             ids = answered_ids(answer) if status == 200 else None
         except (KvRelayError, TimeoutError) as error:
@@ -175,11 +184,7 @@ class TokenFinder:
 def make_finder(
     settings: KvSettings, policies: Iterable[Policy], engines: Engines, metrics: KvMetrics
 ) -> TokenFinder | None:
-    """A finder, where a policy wants token ids.
-
-    Raises:
-        ConfigError: a local tokenizer is asked for and cannot be had.
-    """
+    """A finder, where a policy wants token ids."""
     if not any(Want.TOKENS in policy.wants for policy in policies):
         return None
     return TokenFinder(settings, engines, metrics)
