@@ -187,6 +187,11 @@ class Reply:
             self.refuse(refusal)
 
     @property
+    def ended(self) -> bool:
+        """Whether the end of the body has been sent, whoever has yet to learn of it."""
+        return self._ended
+
+    @property
     def gone(self) -> bool:
         """Whether the client is gone."""
         return self._gone

@@ -131,10 +131,10 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         if self._active is not None:
             self._active.lost()
-        if self._task is not None:
-            self._task.cancel()
-        else:
+        if self._task is None:
             self._registry.discard(self)
+        elif self._active is None or not self._active.ended:  # else it has had all of its answer
+            self._task.cancel()
 
     def pause_writing(self) -> None:
         """The client is slower than its answer."""
