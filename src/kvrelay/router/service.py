@@ -195,7 +195,7 @@ class RouterService:
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         def connection() -> Connection:
-            return Connection(self._handle, self._limits, self._connections, loop, self._refuse)
+            return Connection(self._handle, self._limits, self._connections, loop, self._refuse, self._gate.screen)
 
         tls = self._context
         limit_s = HANDSHAKE_TIMEOUT_S if tls is not None else None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import openai
 import pytest
 
 from kvrelay.errors import ConfigError
@@ -99,6 +101,47 @@ async def test_without_a_key_nothing_of_the_engines_is_reached(engine: Any, rout
     assert (await post(service.port, COMPLETIONS, ASK, headers=bearer(1))).status == 200
     answer = await post(service.port, "/v1/messages/count_tokens", {}, headers=f"x-api-key: {secret_of(1)}\r\n")
     assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    "framing", ["content-length: 60000000", "transfer-encoding: chunked", "content-length: 2\r\nexpect: 100-continue"]
+)
+async def test_a_large_body_of_somebody_unknown_is_not_received(
+    engine: Any, router: Any, keys_file: Path, framing: str
+) -> None:
+    write_keys(keys_file, {})
+    decode = await engine()
+    service = await router([await engine()], [decode], entrance=EntranceSettings(keys_file=str(keys_file)))
+    async with await RawClient.open(service.port) as client:
+        client.send(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\n{bearer(2)}{framing}\r\n\r\n".encode())
+        answer = await client.answer()
+        assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_api_key")
+        assert await client.rest() == b""
+    large = {"prompt": "a" * 100_000, "max_tokens": 1}
+    assert (await post(service.port, COMPLETIONS, large, headers=bearer(1))).status == 200
+    assert (await get(service.port, "/health")).status == 200
+    assert len(decode.requests) == 1
+
+
+async def test_official_clients_understand_what_they_are_told(engine: Any, router: Any, keys_file: Path) -> None:
+    write_keys(keys_file, {"requests_per_minute": 1}, {"models": ["m"]})
+    service = await router([await engine()], [await engine()], entrance=EntranceSettings(keys_file=str(keys_file)))
+    url = f"http://127.0.0.1:{service.port}/v1"
+
+    async def ask(number: int) -> Any:
+        async with openai.AsyncOpenAI(base_url=url, api_key=secret_of(number), max_retries=0) as client:
+            said = await client.completions.with_raw_response.create(model="fake", prompt="a", max_tokens=1)
+            return said.headers
+
+    assert (await ask(1))["x-ratelimit-remaining-requests"] == "0"
+    with pytest.raises(openai.RateLimitError) as limited:
+        await ask(1)
+    assert limited.value.code == "rate_limit_exceeded"
+    assert int(limited.value.response.headers["retry-after"]) >= 1
+    with pytest.raises(openai.PermissionDeniedError):
+        await ask(2)
+    with pytest.raises(openai.AuthenticationError):
+        await ask(3)
 
 
 async def test_engines_get_their_own_key_and_never_the_clients(
@@ -427,6 +470,58 @@ async def test_what_is_no_work_for_engines_needs_no_slot(engine: Any, router: An
         assert (await get(people.port, path)).status == 200
     assert (await post(people.port, "/tokenize", {})).status == 503
     assert await people.end() == [200]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_in_a_crowd_that_comes_and_goes_no_bound_is_broken_and_nothing_is_left(
+    engine: Any, router: Any, seed: int
+) -> None:
+    """Sixty clients, of which many leave at any moment; the engine takes as long as it is let."""
+    rng, gate = random.Random(seed), asyncio.Semaphore(0)
+
+    async def work(exchange: Any) -> None:
+        look()
+        await gate.acquire()
+        exchange.answer(200, b"{}")
+
+    decode = await engine(default=work)
+    entrance = EntranceSettings(max_concurrent=3, max_queued=8, max_queue_wait_s=WAIT_S)
+    service = await router([await engine()], [decode], entrance=entrance)
+    gatekeeper = service._gate._slots._gatekeeper
+    statuses: list[int] = []
+
+    def look() -> None:
+        gatekeeper.check_integrity()
+        assert gatekeeper.inside <= 3
+
+    async def come(stays: bool) -> None:
+        async with await RawClient.open(service.port) as client:
+            client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "priority": rng.randrange(-1, 2)})
+            if stays:
+                statuses.append((await client.answer()).status)
+            else:
+                await asyncio.sleep(rng.choice((0, 0.001, 0.01)))
+
+    clients = []
+    for _ in range(60):
+        clients.append(asyncio.create_task(come(rng.random() < 0.5)))
+        if rng.random() < 0.5:
+            gate.release()
+        await asyncio.sleep(rng.choice((0, 0, 0.002)))
+        look()
+    for _ in clients:
+        gate.release()
+    await asyncio.gather(*clients)
+    assert set(statuses) <= {200, 503}
+    assert 200 in statuses
+
+    async def empty() -> bool:
+        return not (
+            await figure(service.port, "kvrelay_router_admitted ")
+            or await figure(service.port, "kvrelay_router_waiting ")
+        )
+
+    await until(empty)
 
 
 async def test_a_failed_request_gives_its_slot_back(engine: Any, router: Any) -> None:

@@ -74,7 +74,7 @@ class Gate:
             request.headers = [header for header in request.headers if header[0] not in _OF_BROWSERS]
         account: Account | None = None
         if self.keyring is not None and known not in _OPEN:
-            found = self.keyring.recognise(request, asyncio.get_running_loop().time(), time.time())
+            found = self._recognise(self.keyring, request.headers)
             if isinstance(found, Refusal):
                 return self._refuse(reply, found, [(b"www-authenticate", b"Bearer")])
             account = found
@@ -87,6 +87,11 @@ class Gate:
                 self._metrics.key_requests.labels(account.key.name, outcome).inc()
         return outcome
 
+    @property
+    def screen(self) -> Callable[[Headers], Refusal | None] | None:
+        """Looks at a request before its body comes: a large one of somebody unknown is not received."""
+        return self._screen if self.keyring is not None else None
+
     async def reload(self) -> None:
         """Read the file of keys again.
 
@@ -95,6 +100,18 @@ class Gate:
         """
         if self.keyring is not None:
             await self.keyring.reload(asyncio.get_running_loop().time())
+
+    def _screen(self, headers: Headers) -> Refusal | None:
+        assert self.keyring is not None
+        found = self._recognise(self.keyring, headers)
+        if not isinstance(found, Refusal):
+            return None
+        self._metrics.turned_away.labels(found.code).inc()
+        return found
+
+    @staticmethod
+    def _recognise(keyring: Keyring, headers: Headers) -> Account | Refusal:
+        return keyring.recognise(headers, asyncio.get_running_loop().time(), time.time())
 
     async def _admit_known(
         self, known: Route, request: Request, reply: Reply, serve: Callable[[], Awaitable[str]], account: Account | None

@@ -12,12 +12,13 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.core.admission.accounts import Account, Accounts
 from kvrelay.router.core.admission.keys import read_keys
 from kvrelay.router.core.answers import Refusal
+from kvrelay.router.http.messages import find
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvrelay.router.core.admission.keys import KeyRing
-    from kvrelay.router.http.messages import Request
+    from kvrelay.router.http.messages import Headers
 
 _MISSING = Refusal(
     401, "missing_api_key", "No API key was given: send it as Authorization: Bearer KEY", "invalid_request_error"
@@ -62,9 +63,9 @@ class Keyring:
         self._ring = ring = await asyncio.to_thread(read_key_file, self._path)
         self._accounts.renew(ring.keys, now)
 
-    def recognise(self, request: Request, now: float, unix_now: float) -> Account | Refusal:
+    def recognise(self, headers: Headers, now: float, unix_now: float) -> Account | Refusal:
         """Whose request it is."""
-        secret = shown_key(request)
+        secret = shown_key(headers)
         if secret is None:
             return _MISSING
         key = self._ring.find(secret)
@@ -75,11 +76,11 @@ class Keyring:
         return self._accounts.of(key, now)
 
 
-def shown_key(request: Request) -> bytes | None:
+def shown_key(headers: Headers) -> bytes | None:
     """The key a request shows, as OpenAI's clients do or as Anthropic's do."""
-    authorization = request.header(b"authorization")
+    authorization = find(headers, b"authorization")
     if authorization is not None:
         scheme, _, secret = authorization.partition(b" ")
         return secret.strip() if scheme.lower() == b"bearer" else None
-    key = request.header(b"x-api-key")
+    key = find(headers, b"x-api-key")
     return key.strip() if key is not None else None

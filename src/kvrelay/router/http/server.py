@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 WRITE_HIGH_BYTES = 256 << 10
 """Bytes waiting for a slow client before its source is paused."""
+UNSCREENED_BYTES = 64 << 10
+"""Smaller bodies are received whatever is to be said to their request."""
 MAX_PIECES = 64
 """Of a body, held one by one."""
 
@@ -62,8 +64,13 @@ class Connection(asyncio.Protocol):
         registry: Registry,
         loop: asyncio.AbstractEventLoop,
         refuse: Callable[[Refusal, Reply], None] = lambda refusal, reply: reply.refuse(refusal),
+        screen: Callable[[Headers], Refusal | None] | None = None,
     ) -> None:
-        """``handler`` answers a request; ``registry`` holds the open connections; ``refuse`` answers what is none."""
+        """``handler`` answers a request; ``registry`` holds the open connections; ``refuse`` answers what is none.
+
+        ``screen``: looks at the headers of what has a large body yet to come, and may say why it need not.
+        """
+        self._screen = screen
         self._refuse_unread = refuse
         self._handler = handler
         self._limits = limits
@@ -192,6 +199,10 @@ class Connection(asyncio.Protocol):
             self._refuse_body()
             return
         expect = find(headers, b"expect")
+        much = int(length) > UNSCREENED_BYTES if length is not None else find(headers, b"transfer-encoding") is not None
+        if (much or expect is not None) and self._screen is not None and (refused := self._screen(headers)) is not None:
+            self._refuse(refused)
+            return
         if expect is not None:
             self._expect(expect)
 
