@@ -7,13 +7,14 @@ import gc
 import logging
 import resource
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrelay.cli import kv, router_entrance, router_key, router_resilience, routing
+from kvrelay.cli import kv, router_engines, router_entrance, router_file, router_key, router_resilience, routing
 from kvrelay.cli.status import exit_status
 from kvrelay.errors import ConfigError
 from kvrelay.profiles.registry import PROFILES
-from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
+from kvrelay.router.config import RouterConfig, RouterSettings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
 from kvrelay.router.core.observing.settings import Observing
 from kvrelay.router.entrance.settings import exposed_without
@@ -22,10 +23,13 @@ from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Awaitable, Callable
+    from typing import Any
 
-    from kvrelay.router.service import RouterService
     from kvrelay.router.tickets import TicketClient
     from kvrelay.router.workers import Seat
+
+    ReadConfig = Callable[[], RouterConfig]
+    Verbs = argparse._SubParsersAction[Any]
 
 logger = logging.getLogger("kvrelay.router")
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -35,7 +39,9 @@ _DEFAULTS = RouterSettings(prefill=(), decode=())
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``router`` and its verbs."""
     router = subparsers.add_parser("router", help="the OpenAI-compatible prefill/decode router")
-    verbs = router.add_subparsers(dest="router_verb", required=True, metavar="VERB")
+    made_by = router_file.FlagParser
+    verbs: Verbs = router.add_subparsers(dest="router_verb", required=True, metavar="VERB", parser_class=made_by)
+    router_engines.add_parsers(verbs)
     serve = verbs.add_parser(
         "serve", help="route requests to running vLLM servers", description="Route requests to running vLLM servers."
     )
@@ -132,6 +138,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="client headers of this name do not reach engines; repeat for more",
     )  # fmt: skip
     router_resilience.add_options(serve)
+    router_file.add_option(serve)
     serve.add_argument(
         "--workers", type=int, default=_DEFAULTS.workers, metavar="N",
         help="processes behind the one port, for more than one core (%(default)s)",
@@ -143,70 +150,77 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     router_key.add_parser(verbs)
 
 
+def settings_of(args: argparse.Namespace) -> RouterSettings:
+    """What the flags say."""
+    return RouterSettings(
+        prefill=args.prefill,
+        decode=args.decode,
+        host=args.host,
+        port=args.port,
+        connector=args.connector,
+        pool=args.pool,
+        pool_token_file=args.pool_token_file,
+        connect_timeout_s=args.connect_timeout,
+        prefill_timeout_s=args.prefill_timeout,
+        handover_timeout_s=args.handover_timeout,
+        decode_timeout_s=args.decode_timeout,
+        drain_timeout_s=args.drain_timeout,
+        ticket_timeout_s=args.ticket_timeout,
+        on_lost_kv=args.on_lost_kv,
+        max_reprefills=args.max_reprefills,
+        dispatch=args.dispatch,
+        routing=routing.settings_of(args),
+        kv=kv.settings_of(args),
+        first_token=args.first_token,
+        tokenise=args.tokenise,
+        max_body_mib=args.max_body_mib,
+        workers=args.workers,
+        observing=Observing(
+            access_log=args.access_log,
+            otlp_endpoint=args.otlp_endpoint,
+            trace_ratio=args.trace_ratio,
+            headers=HeaderSettings(
+                forward=tuple(args.forward_header),
+                drop=tuple(args.drop_header),
+                request_id=tuple(args.request_id_header),
+            ),
+        ),
+        resilience=router_resilience.read(args),
+        admin=router_resilience.read_admin(args),
+        entrance=router_entrance.settings_of(args),
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. Exit status: 0 after SIGTERM, 130 after Ctrl-C."""
-    config = check_settings(
-        RouterSettings(
-            prefill=args.prefill,
-            decode=args.decode,
-            host=args.host,
-            port=args.port,
-            connector=args.connector,
-            pool=args.pool,
-            pool_token_file=args.pool_token_file,
-            connect_timeout_s=args.connect_timeout,
-            prefill_timeout_s=args.prefill_timeout,
-            handover_timeout_s=args.handover_timeout,
-            decode_timeout_s=args.decode_timeout,
-            drain_timeout_s=args.drain_timeout,
-            ticket_timeout_s=args.ticket_timeout,
-            on_lost_kv=args.on_lost_kv,
-            max_reprefills=args.max_reprefills,
-            dispatch=args.dispatch,
-            routing=routing.settings_of(args),
-            kv=kv.settings_of(args),
-            first_token=args.first_token,
-            tokenise=args.tokenise,
-            max_body_mib=args.max_body_mib,
-            workers=args.workers,
-            observing=Observing(
-                access_log=args.access_log,
-                otlp_endpoint=args.otlp_endpoint,
-                trace_ratio=args.trace_ratio,
-                headers=HeaderSettings(
-                    forward=tuple(args.forward_header),
-                    drop=tuple(args.drop_header),
-                    request_id=tuple(args.request_id_header),
-                ),
-            ),
-            resilience=router_resilience.read(args),
-            entrance=router_entrance.settings_of(args),
-        )
-    )
+    read_config = partial(router_file.load, args, settings_of)
+    config = read_config()
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
     _raise_file_limit()
-    stopped_by = _run(config, None) if config.workers == 1 else _run_workers(config)
+    again = None if args.config is None else read_config
+    stopped_by = _run(config, again, None) if config.workers == 1 else _run_workers(config, again)
     return 128 + signal.SIGINT if stopped_by == signal.SIGINT else 0
 
 
-def _run(config: RouterConfig, seat: Seat | None) -> int:
-    """Serve in this process. The signal that stopped it."""
+def _run(config: RouterConfig, again: ReadConfig | None, seat: Seat | None) -> int:
+    """Serve in this process; ``again`` reads the configuration once more. The signal that stopped it."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, seat))
+        return runner.run(_serve(config, again, seat))
 
 
-def _run_workers(config: RouterConfig) -> int:
+def _run_workers(config: RouterConfig, again: ReadConfig | None) -> int:
     """Serve in several processes. The signal that stopped them."""
     import kvrelay.router.service  # noqa: F401  loaded once, before there are several of us
     from kvrelay.router.listening import listening_problem
+    from kvrelay.router.reloading import as_it_is_now
     from kvrelay.router.workers import Workers
 
     def work(seat: Seat) -> int:
         for handler in logging.getLogger().handlers:
             handler.setFormatter(logging.Formatter(_LOG_FORMAT.replace(":", f" [worker {seat.number}]:", 1)))
-        return exit_status(lambda: 0 * _run(config, seat))
+        return exit_status(lambda: 0 * _run(as_it_is_now(config, again), again, seat))
 
     try:
         workers = Workers(config.workers, config.host, config.port, work)
@@ -224,18 +238,20 @@ def _raise_file_limit() -> None:
         logger.warning("no more than %d files can be open at once: %s", soft, error)
 
 
-async def _serve(config: RouterConfig, seat: Seat | None) -> int:
+async def _serve(config: RouterConfig, read_config: ReadConfig | None, seat: Seat | None) -> int:
+    from kvrelay.router.admin.serving import Serving
     from kvrelay.router.service import RouterService
 
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stopped)
     service = RouterService(config, _pool_connector(config, seat), seat=seat)
+    admin = Serving(config.admin, service, read_config)
     await service.start()
+    admin.start()
     _calm_collector()
-    reloads: set[asyncio.Task[None]] = set()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hang_up, service, reloads)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, admin.on_hangup)
     if seat is None:
-        _announce(config, service.port)
+        _announce(config, service.port, admin.told)
     else:
         seat.ready()
     number = await stopped
@@ -251,16 +267,17 @@ async def _serve(config: RouterConfig, seat: Seat | None) -> int:
     if stopping.done() and (cut := stopping.result()):
         logger.warning("%d requests were cut off", cut)
     stopping.cancel()
+    await asyncio.to_thread(admin.stop)
     return number
 
 
-def _announce(config: RouterConfig, port: int) -> None:
+def _announce(config: RouterConfig, port: int, more: str = "") -> None:
     """Say that requests are taken."""
     addresses = [(f"{letter}{index}", address) for letter, of_role in (("P", config.prefills), ("D", config.decodes))
                  for index, address in enumerate(of_role)]  # fmt: skip
     engines = ", ".join(f"{name} {address.url}" for name, address in addresses)
     scheme = "http" if config.entrance.tls is None else "https"
-    print(f"kvrelay router ready: {scheme}://{_bracketed(config.host)}:{port} for {engines}", flush=True)
+    print(f"kvrelay router ready: {scheme}://{_bracketed(config.host)}:{port} for {engines}{more}", flush=True)
     if problem := exposed_without(config.host, config.entrance):
         logger.warning("%s", problem)
     if PROFILES[config.connector].uses_pool and config.pool is None:
@@ -275,22 +292,6 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
-
-
-def _hang_up(service: RouterService, reloads: set[asyncio.Task[None]]) -> None:
-    service.reopen_logs()
-    task = asyncio.create_task(_reload(service))
-    reloads.add(task)
-    task.add_done_callback(reloads.discard)
-
-
-async def _reload(service: RouterService) -> None:
-    try:
-        await service.reload_entrance()
-    except ConfigError as error:
-        logger.error("SIGHUP: the keys and certificates in use stay: %s", error)  # noqa: TRY400 - said in full
-    else:
-        logger.info("SIGHUP: keys and certificates have been read again")
 
 
 def _bracketed(host: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvrelay.router.core.admin import TOKEN_VARIABLE, AdminSettings
 from kvrelay.router.core.resilience import Resilience
 
 if TYPE_CHECKING:
     import argparse
 
 _DEFAULTS = Resilience()
+_ADMIN = AdminSettings()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--drain-notice", type=float, default=_DEFAULTS.drain_notice_s, metavar="S",
         help="how long to serve on when stopped, with a /health that says so (%(default)g)",
     )  # fmt: skip
+    parser.add_argument(
+        "--admin-port", type=int, metavar="N", help="port of the admin HTTP API, 0 for a free one (no admin API)"
+    )
+    parser.add_argument(
+        "--admin-host", default=_ADMIN.host, help="address it listens on (%(default)s); keep it on loopback"
+    )
+    parser.add_argument(
+        "--admin-token-file", metavar="FILE", help=f"file with the bearer token it asks for (or {TOKEN_VARIABLE})"
+    )
 
 
 def read(args: argparse.Namespace) -> Resilience:
@@ -45,3 +56,8 @@ def read(args: argparse.Namespace) -> Resilience:
         retry_share=args.retry_share,
         drain_notice_s=args.drain_notice,
     )
+
+
+def read_admin(args: argparse.Namespace) -> AdminSettings:
+    """What was given."""
+    return AdminSettings(port=args.admin_port, host=args.admin_host, token_file=args.admin_token_file)

@@ -11,8 +11,8 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from kvrelay.admin.bridge import Bridge
 from kvrelay.errors import ConfigError
-from kvrelay.pool.admin.bridge import Bridge
 from kvrelay.pool.admin.core_control import CoreControl
 from kvrelay.pool.core.pool import NixlOffer
 from kvrelay.pool.metrics import PoolMetrics
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from kvrelay.pool.admin.server import AdminServer
+    from kvrelay.admin.server import AdminServer
     from kvrelay.pool.config import PoolConfig
     from kvrelay.pool.tiers.service import TierService
     from kvrelay.transport.nixl import NixlArena
@@ -145,8 +145,8 @@ class PoolService:
         if listen is None:
             return None
         try:
+            from kvrelay.admin.server import AdminServer
             from kvrelay.pool.admin.app import make_app
-            from kvrelay.pool.admin.server import AdminServer
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"admin.listen needs the package {error.name}: pip install 'kvrelay[admin]', or leave it out"

@@ -9,6 +9,7 @@ from msgspec import Struct
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.core.admin import TOKEN_VARIABLE, Admin, AdminSettings
 from kvrelay.router.core.fleet import Address, parse_address
 from kvrelay.router.core.kv.settings import KvSettings, kv_problems
 from kvrelay.router.core.observing.settings import Observing, observing_problems
@@ -56,6 +57,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     observing: Observing = Observing()
     resilience: Resilience = Resilience()
     entrance: EntranceSettings = EntranceSettings()
+    admin: AdminSettings = AdminSettings()
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
@@ -86,6 +88,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     observing: Observing
     resilience: Resilience
     entrance: EntranceConfig
+    admin: Admin | None
 
 
 def check_settings(settings: RouterSettings) -> RouterConfig:
@@ -133,6 +136,12 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         )
     problems += _size_problems(settings)
     problems += settings.resilience.problems()
+    admin = _admin(settings.admin, problems)
+    if admin is not None and settings.workers > 1:
+        problems.append(
+            f"--admin-port reaches one worker, and --workers is {settings.workers}: leave it out, and change engines "
+            "by --config and SIGHUP, which all workers hear of"
+        )
     problems += _lost_kv_problems(settings)
     problems += _dispatch_problems(settings)
     problems += _observing_problems(settings.observing)
@@ -173,6 +182,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         observing=settings.observing,
         resilience=settings.resilience,
         entrance=entrance,
+        admin=admin,
     )
 
 
@@ -261,6 +271,19 @@ def _addresses(flag: str, urls: Sequence[str], problems: list[str]) -> tuple[Add
         else:
             found.append(address)
     return tuple(found)
+
+
+def _admin(settings: AdminSettings, problems: list[str]) -> Admin | None:
+    token = None
+    try:
+        token = read_token(settings.token_file, TOKEN_VARIABLE)
+    except ConfigError as error:
+        problems += [f"--admin-token-file: {problem}" for problem in error.problems]
+    problems += settings.problems(token)
+    if settings.port is None:
+        return None
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return Admin(listen=f"{host}:{settings.port}", token=token)
 
 
 def _pool_token(settings: RouterSettings, problems: list[str]) -> str | None:

@@ -90,12 +90,17 @@ class OwnPages:
         }
         reply.answer(200 if able and not self.draining else 503, msgspec.json.encode(view))
 
+    def text(self) -> bytes:
+        """Prometheus text, of this worker."""
+        self._refresh()
+        return self._metrics.render()
+
     async def metrics(self, reply: Reply) -> None:
         """Prometheus text, of all workers together."""
-        self._refresh()
         if self._colleagues is None:
-            text = self._metrics.render()
+            text = self.text()
         else:
+            self._refresh()
             text = render(await self._colleagues.gather(self._metrics.snapshot()))
         reply.answer(200, text, CONTENT_TYPE)
 

@@ -40,7 +40,7 @@ class Passthrough:
         """``silence_s``: how long an engine may say nothing."""
         self._engines = engines
         self._catalogue = catalogue
-        self._silence_s = silence_s
+        self.silence_s = silence_s
 
     async def any_engine(self, request: Request, reply: Reply) -> str:
         """Let the first engine that lives answer, decode engines first. The outcome, for the metrics."""
@@ -96,7 +96,7 @@ class Passthrough:
         while (engine := self._engines.pick(Role.DECODE, tried, again=again)) is not None:
             again = True
             tried.append(engine)
-            answered = await self._ask(engine, outgoing.to(engine, body), request, reply, self._silence_s)
+            answered = await self._ask(engine, outgoing.to(engine, body), request, reply, self.silence_s)
             if isinstance(answered, str):
                 return answered
             asked, last = engine, answered

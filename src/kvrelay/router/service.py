@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvrelay.errors import BadRequestError, ConfigError
+from kvrelay.errors import BadRequestError, ConfigError, ConflictError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.census import Census
 from kvrelay.router.colleagues import Colleagues
@@ -17,7 +17,7 @@ from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.observing.forwarding import rules_of
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
-from kvrelay.router.core.roster import Roster
+from kvrelay.router.core.roster import Roster, wanted
 from kvrelay.router.core.wishes import read_time_limit
 from kvrelay.router.engines import Engines
 from kvrelay.router.entrance.gate import Gate
@@ -38,6 +38,7 @@ from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
 from kvrelay.router.probing import Prober
 from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
+from kvrelay.router.reloading import Applied, changed, fixed_problems
 from kvrelay.router.routing import Routing
 from kvrelay.router.tickets import TicketDesk
 from kvrelay.router.time_limit import within
@@ -101,12 +102,6 @@ class RouterService:
             )
         offset = time.time() - time.monotonic()
         book = RecordBook()
-        timeouts = Timeouts(
-            prefill_s=config.prefill_timeout_s,
-            handover_s=config.handover_timeout_s,
-            decode_s=config.decode_timeout_s,
-            first_byte_s=resilience.first_byte_timeout_s or config.decode_timeout_s,
-        )
         self._catalogue = Catalogue(engines)
 
         def now() -> float:
@@ -124,8 +119,8 @@ class RouterService:
             self._desk,
             book,
             metrics,
-            timeouts,
-            LostKv(policy=config.on_lost_kv, max_reprefills=config.max_reprefills),
+            _timeouts(config),
+            _lost_kv(config),
             Routing(config.routing, engines, metrics, finder, pool_index),
             now,
             dispatch=config.dispatch,
@@ -183,6 +178,45 @@ class RouterService:
         self._prober.watch(self.engines.all)
         if self.kv is not None:
             self.kv.start(self._engine_names)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router is about to end."""
+        return self._own.draining
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """What requests in flight are given when an engine, or the router, goes."""
+        return self._config.drain_timeout_s
+
+    def render_metrics(self) -> bytes:
+        """Prometheus text."""
+        return self._own.text()
+
+    def apply(self, config: RouterConfig) -> Applied:
+        """Go over to a new configuration: all of it, or nothing.
+
+        Raises:
+            ConfigError: with every reason why not.
+        """
+        problems = list(fixed_problems(self._config, config))
+        try:
+            plan = self.fleet.plan(wanted(config.prefills, config.decodes))
+        except ConflictError as error:
+            problems.append(str(error))
+        if problems:
+            raise ConfigError(*problems)
+        fleet = self.fleet.apply(plan, config.drain_timeout_s)
+        applied = Applied(fleet, changed(self._config, config))
+        self._config, self._resilience = config, config.resilience
+        self._disaggregator.timeouts, self._disaggregator.lost_kv = _timeouts(config), _lost_kv(config)
+        self._passthrough.silence_s = config.decode_timeout_s
+        if self._desk is not None:
+            self._desk.deadline_s = config.handover_timeout_s
+        self.engines.budget.change(config.resilience.budget, self.engines.now)
+        self._prober.watch(self.engines.all, config.resilience.probe_interval_s)
+        logger.info("a new configuration: %s", applied)
+        return applied
 
     def _fleet_changed(self) -> None:
         everybody = self.engines.all
@@ -311,6 +345,19 @@ class RouterService:
                 reply.refuse(Refusal(404, "unknown_path", _UNKNOWN.format(request.path[:256])))
                 return "client_error"
         return "ok"
+
+
+def _timeouts(config: RouterConfig) -> Timeouts:
+    return Timeouts(
+        prefill_s=config.prefill_timeout_s,
+        handover_s=config.handover_timeout_s,
+        decode_s=config.decode_timeout_s,
+        first_byte_s=config.resilience.first_byte_timeout_s or config.decode_timeout_s,
+    )
+
+
+def _lost_kv(config: RouterConfig) -> LostKv:
+    return LostKv(policy=config.on_lost_kv, max_reprefills=config.max_reprefills)
 
 
 _ON_ENGINES = frozenset({Route.DISAGGREGATE, Route.PASS, Route.ANY, Route.MODELS, Route.STORED})

@@ -158,7 +158,7 @@ class TicketDesk:
         self._connect = connect
         self._census = census
         self._census_due = 0.0
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._patience_s = patience_s
         self._metrics = metrics
         self._client: TicketClient | None = None
@@ -209,7 +209,7 @@ class TicketDesk:
         ticket = Ticket(record.life.name, client, record, expected)
         try:
             async with asyncio.timeout(self._patience_s):
-                await client.open_ticket(ticket.name, self._deadline_s)
+                await client.open_ticket(ticket.name, self.deadline_s)
         except TimeoutError:
             if circuit.state is State.CLOSED:
                 self._metrics.circuit_open.set(1)

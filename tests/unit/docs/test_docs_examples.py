@@ -11,6 +11,8 @@ import tomllib
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.cli import build_parser
+from kvrelay.cli.router import settings_of
+from kvrelay.cli.router_file import load as load_router_file
 from kvrelay.cli.up import read_settings
 from kvrelay.connector.config import parse_extra_config
 from kvrelay.errors import ConfigError
@@ -133,6 +135,7 @@ def test_environment_variables_named_anywhere_exist(pages: dict[str, str]) -> No
     known = {variable_of(path) for path in leaves()} | {
         "KVRELAY_POOL_TOKEN",
         ENGINE_KEY_VARIABLE,
+        "KVRELAY_ROUTER_ADMIN_TOKEN",
         "KVRELAY_PURE",
         "KVRELAY_",
         "KVRELAY_POOL_",
@@ -164,6 +167,15 @@ def test_configuration_files_of_pools_are_accepted(blocks: list[tuple[str, str, 
         except ConfigError as error:
             there = [line for line in error.problems if "no such file" not in line and "cannot be read" not in line]
             assert not there
+
+
+def test_configuration_files_of_routers_are_accepted(blocks: list[tuple[str, str, str]], tmp_path: Path) -> None:
+    texts = [text for _, kind, text in blocks if kind == "toml router"]
+    assert texts
+    file = tmp_path / "router.toml"
+    for text in texts:
+        file.write_text(text)
+        load_router_file(build_parser().parse_args(["router", "serve", "--config", str(file)]), settings_of)
 
 
 def test_transfer_configurations_are_accepted(root: Path, blocks: list[tuple[str, str, str]]) -> None:

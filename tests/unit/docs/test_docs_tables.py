@@ -8,11 +8,13 @@ import asyncio
 import dataclasses
 import inspect
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvrelay import errors
+from kvrelay.admin.bridge import Bridge
 from kvrelay.cli import build_parser
 from kvrelay.connector.config import BOUNDS, CHOICES, ConnectorConfig
 from kvrelay.launch.core.settings import NO_CONNECTOR, EngineSettings, UpSettings, flag_of, leaves
@@ -20,16 +22,18 @@ from kvrelay.pool import metrics as pool_metrics
 from kvrelay.pool import preflight
 from kvrelay.pool import settings as pool_settings
 from kvrelay.pool.admin.app import make_app
-from kvrelay.pool.admin.bridge import Bridge
 from kvrelay.pool.core.pool import PoolCore
 from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.admin.app import make_app as make_router_app
 from kvrelay.router.core import paths
 from kvrelay.router.core.admission.keys import Key
 from kvrelay.router.core.legs import OUTPUT_ONLY, OUTPUT_ONLY_OF, Endpoint
 from kvrelay.router.core.lifecycle import TIMESTAMPS
 from kvrelay.router.core.paths import Route, route
+from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.counting import Counter, Family
 from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.reloading import LIVE
 from kvrelay.testing.fake_control import FakeControl
 from kvrelay.types import Proof, Reason
 from kvrelay.wire import limits
@@ -126,6 +130,23 @@ def test_requests_of_the_pools_admin_api(tables: Tables) -> None:
     loop.close()
     known = {f"{method.upper()} {path}" for path, methods in described.items() for method in methods}
     assert {plain(row[0]) for row in tables.rows("docs/pool-operations.md", "Admin API")} == known
+
+
+def test_requests_of_the_routers_admin_api(tables: Tables) -> None:
+    loop = asyncio.new_event_loop()
+    described = make_router_app(SimpleNamespace(fleet=None), Bridge(loop), None, None).openapi()["paths"]  # type: ignore[arg-type]
+    loop.close()
+    known = {f"{method.upper()} {path}" for path, methods in described.items() for method in methods}
+    assert {plain(row[0]) for row in tables.rows("docs/router-operations.md", "Admin API")} == known
+
+
+def test_settings_of_the_router_that_can_change(prose: dict[str, str]) -> None:
+    (listed,) = re.findall(r"These settings can change: (.+?)\.", prose["docs/router-operations.md"], re.DOTALL)
+    names = {"prefill": "prefills", "decode": "decodes", "on_lost_kv": "on_lost_kv", "max_reprefills": "max_reprefills"}
+    told = {names.get(name) or f"{name}_s" for name in re.findall(r"`(\w+)`", listed)}
+    inner = {"request_timeout_s", "first_byte_timeout_s", "probe_interval_s", "retry_share_s", "drain_notice_s"}
+    assert told - inner == LIVE - {"resilience"}
+    assert {name.replace("share_s", "share") for name in inner} == set(Resilience.__struct_fields__)
 
 
 def test_checks_before_a_pool_starts(tables: Tables) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from kvrelay.admin.bridge import Bridge
 from kvrelay.pool.admin.app import make_app
-from kvrelay.pool.admin.bridge import Bridge
 from kvrelay.pool.latency import Latencies
 from kvrelay.pool.metrics import PoolMetrics
 from kvrelay.pool.traffic import Traffic

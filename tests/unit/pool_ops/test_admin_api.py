@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
+from kvrelay.admin.bridge import Bridge
 from kvrelay.pool.admin.app import make_app
-from kvrelay.pool.admin.bridge import Bridge
 from kvrelay.pool.latency import Latencies
 from kvrelay.pool.metrics import PoolMetrics
 from kvrelay.pool.traffic import Traffic

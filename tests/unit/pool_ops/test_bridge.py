@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from kvrelay.admin.bridge import Bridge
 from kvrelay.errors import DeadlineError, NotFoundError, PoolUnavailableError
-from kvrelay.pool.admin.bridge import Bridge
 
 
 async def test_a_call_runs_in_the_pools_loop_and_its_result_comes_back(pool_loop: asyncio.AbstractEventLoop) -> None:

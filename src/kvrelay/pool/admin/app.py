@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvrelay import __version__
-from kvrelay.errors import BadRequestError, KvRelayError, NotFoundError, UnauthorizedError
+from kvrelay.admin.answers import Refused, bearer, tell_errors
+from kvrelay.errors import NotFoundError
 from kvrelay.pool.admin import models
 from kvrelay.pool.core.pool import DEFAULT_TENANT
 from kvrelay.wire.limits import MAX_KEY_BYTES
@@ -22,13 +19,11 @@ from kvrelay.wire.limits import MAX_KEY_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvrelay.pool.admin.bridge import Bridge
+    from kvrelay.admin.bridge import Bridge
     from kvrelay.pool.admin.control import Control
 
 MAX_PAGE = 512
 """Objects in an answer: some milliseconds' work, between which data requests are served."""
-_SCHEME = HTTPBearer(auto_error=False)
-_CODES = {404: "not_found", 405: "bad_request"}
 Hex = Annotated[str, Path(pattern=r"^([0-9a-fA-F]{2})+$", max_length=2 * MAX_KEY_BYTES, description="hexadecimal")]
 TenantName = Annotated[str, Query(min_length=1, max_length=64, description="a tenant's name")]
 
@@ -43,25 +38,14 @@ def make_app(
         description="Looks into a running pool and manages it. Keys are hexadecimal, sizes are bytes.",
         docs_url=None,
         redoc_url=None,
-        responses={status: {"model": models.Refused} for status in (401, 404, 422, 503, 504)},
+        responses={status: {"model": Refused} for status in (401, 404, 422, 503, 504)},
     )
-    app.add_exception_handler(KvRelayError, _refuse)
-    app.add_exception_handler(RequestValidationError, _refuse_input)
-    app.add_exception_handler(StarletteHTTPException, _refuse_http)
+    tell_errors(app)
     app.include_router(_open_routes(control, bridge))
-    guarded: list[Any] = [Depends(_bearer(token))] if token is not None else []
+    guarded: list[Any] = [Depends(bearer(token))] if token is not None else []
     app.include_router(_looking(control, bridge, metrics), dependencies=guarded)
     app.include_router(_managing(control, bridge), dependencies=guarded)
     return app
-
-
-def _bearer(token: str) -> Callable[..., None]:
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> None:
-        if given is None or not hmac.compare_digest(given.credentials.encode(), token.encode()):
-            what = "no bearer token" if given is None else "a wrong bearer token"
-            raise UnauthorizedError(f"{what} was presented: send Authorization: Bearer with the admin token")
-
-    return check
 
 
 def _open_routes(control: Control, bridge: Bridge) -> APIRouter:
@@ -216,26 +200,3 @@ def _draining(control: Control) -> models.Draining:
     return models.Draining(
         draining=control.draining, leases=stats["leases"], unsealed=stats["unsealed"], tickets=stats["tickets"]
     )
-
-
-def _refuse(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, KvRelayError)
-    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, UnauthorizedError) else None
-    return _answer(error.http_status, error.code, str(error), headers)
-
-
-def _refuse_input(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    told = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
-    return _answer(422, BadRequestError.code, told)
-
-
-def _refuse_http(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, StarletteHTTPException)
-    headers = dict(error.headers) if error.headers else None
-    return _answer(error.status_code, _CODES.get(error.status_code, "unavailable"), str(error.detail), headers)
-
-
-def _answer(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    refused = models.Refused(error=models.Problem(code=code, message=message))
-    return JSONResponse(refused.model_dump(), status_code=status, headers=headers)

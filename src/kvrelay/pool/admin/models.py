@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Model(BaseModel):
-    """Unknown fields in a body are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Problem(Model):
-    """Why a request was not served."""
-
-    code: str = Field(description="a code of the error table, such as not_found")
-    message: str = Field(description="what was wrong, and what is legal")
-
-
-class Refused(Model):
-    """The body of every answer that is an error."""
-
-    error: Problem
+from kvrelay.admin.answers import Model
 
 
 class Health(Model):

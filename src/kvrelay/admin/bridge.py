@@ -1,8 +1,8 @@
-"""From the admin thread into the pool's loop: few calls at a time, each short, none waited for without a limit.
+"""From the admin thread into the working loop: few calls at a time, each short, none waited for without a limit.
 
-The data path lives in the pool's loop. Admin clients, slow ones too, are served by another thread's loop; all that
-reaches the pool's is a function that runs there for a moment. One runs in a turn of the loop: data requests that came
-meanwhile are served between two.
+The data path lives in the working loop. Admin clients, slow ones too, are served by another thread's loop; all that
+reaches the working one is a function that runs there for a moment. One runs in a turn of the loop: data requests that
+came meanwhile are served between two.
 """
 
 from __future__ import annotations
@@ -28,22 +28,29 @@ class Bridge:
     """Hands calls over to ``loop``; used from any other thread's event loop."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, max_calls: int = MAX_CALLS, timeout_s: float = TIMEOUT_S
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        max_calls: int = MAX_CALLS,
+        timeout_s: float = TIMEOUT_S,
+        who: str = "the pool",
     ) -> None:
+        """``who`` works in ``loop``, for messages."""
+        self._who = who
         self._loop = loop
         self._max_calls = max_calls
         self._timeout_s = timeout_s
         self._calls = 0
         self._lock = threading.Lock()
         self._due: deque[Callable[[], None]] = deque()
-        """Touched in the pool's loop only."""
+        """Touched in the working loop only."""
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the pool's loop; what it returned or raised.
+        """Run ``work`` in the working loop; what it returned or raised.
 
         Raises:
-            PoolUnavailableError: too many calls are under way, or the pool has stopped.
-            DeadlineError: the pool did not come to it; then it will not happen.
+            PoolUnavailableError: too many calls are under way, or there is no loop any more.
+            DeadlineError: the loop did not come to it; then it will not happen.
         """
         self._enter()
         mine = asyncio.get_running_loop()
@@ -73,13 +80,13 @@ class Bridge:
             self._loop.call_soon_threadsafe(self._queue, run)
         except RuntimeError:
             self._leave()
-            raise PoolUnavailableError("the pool has stopped") from None
+            raise PoolUnavailableError(f"{self._who} has stopped") from None
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await answered
         except TimeoutError:
             given_up = True
-            raise DeadlineError(f"the pool was busy for {self._timeout_s:g} s: ask again") from None
+            raise DeadlineError(f"{self._who} was busy for {self._timeout_s:g} s: ask again") from None
 
     def _queue(self, run: Callable[[], None]) -> None:
         self._due.append(run)
@@ -98,7 +105,9 @@ class Bridge:
     def _enter(self) -> None:
         with self._lock:
             if self._calls >= self._max_calls:
-                raise PoolUnavailableError(f"{self._calls} admin requests are waiting for the pool already: ask again")
+                raise PoolUnavailableError(
+                    f"{self._calls} admin requests are waiting for {self._who} already: ask again"
+                )
             self._calls += 1
 
     def _leave(self) -> None:

@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 64
 KEEP_ALIVE_S = 15
 STOP_S = 2.0
-"""What requests under way get when the pool ends."""
+"""What requests under way get at the end."""
 
 
 class AdminServer:
     """Serves an app on ``HOST:PORT`` from `start` to `stop`."""
 
-    def __init__(self, listen: str) -> None:
-        """Bind.
+    def __init__(self, listen: str, *, flag: str = "--admin", who: str = "pool") -> None:
+        """Bind. ``flag``: what said so, and ``who``: whose it is, for messages.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -40,8 +40,9 @@ class AdminServer:
             self._sock.listen(128)
         except OSError as error:
             self._sock.close()
-            raise ConfigError(f"--admin {listen}: cannot listen there: {error.strerror or error}") from error
+            raise ConfigError(f"{flag} {listen}: cannot listen there: {error.strerror or error}") from error
         self._host = address.host
+        self._who = who
         self._thread: threading.Thread | None = None
         self._server: uvicorn.Server | None = None
 
@@ -67,7 +68,7 @@ class AdminServer:
         )
         self._server = server = uvicorn.Server(config)
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(server.serve(sockets=[self._sock])), name="pool admin", daemon=True
+            target=lambda: asyncio.run(server.serve(sockets=[self._sock])), name=f"{self._who} admin", daemon=True
         )
         self._thread.start()
 

@@ -1,0 +1,154 @@
+"""The routes. They run in the admin thread; whatever they ask of the router goes over the `Bridge`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvrelay import __version__
+from kvrelay.admin.answers import Refused, bearer, tell_errors
+from kvrelay.errors import ConfigError
+from kvrelay.router.admin import models
+from kvrelay.router.core.fleet import Role, parse_address
+from kvrelay.wire.limits import MAX_LEASE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvrelay.admin.bridge import Bridge
+    from kvrelay.router.config import RouterConfig
+    from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.service import RouterService
+
+
+def make_app(
+    service: RouterService, bridge: Bridge, read_config: Callable[[], RouterConfig] | None, token: str | None
+) -> FastAPI:
+    """The API. ``read_config``: reads flags and configuration file again, in any thread; None without a file."""
+    app = FastAPI(
+        title="kvrelay router admin API",
+        version=__version__,
+        description="Looks at the engines of a running router and changes who they are.",
+        docs_url=None,
+        redoc_url=None,
+        responses={status: {"model": Refused} for status in (400, 401, 404, 409, 422, 503, 504)},
+    )
+    tell_errors(app)
+    app.include_router(_open_routes(service, bridge))
+    guarded: list[Any] = [Depends(bearer(token))] if token is not None else []
+    app.include_router(_looking(service, bridge), dependencies=guarded)
+    app.include_router(_managing(service, bridge, read_config), dependencies=guarded)
+    return app
+
+
+def _open_routes(service: RouterService, bridge: Bridge) -> APIRouter:
+    """For probes, which have no token: they learn nothing but this."""
+    router = APIRouter(tags=["probes"])
+
+    @router.get("/health")
+    async def health() -> models.Health:
+        """Whether the router's loop answers."""
+        await bridge.call(lambda: None)
+        return models.Health(status="ok")
+
+    @router.get("/ready")
+    async def ready() -> models.Health:
+        """Whether the router takes requests: 503 once it is told to stop."""
+        if await bridge.call(lambda: service.draining):
+            raise HTTPException(503, "the router is draining: it ends soon")
+        return models.Health(status="ok")
+
+    return router
+
+
+def _looking(service: RouterService, bridge: Bridge) -> APIRouter:
+    router = APIRouter(tags=["looking"])
+
+    @router.get("/engines")
+    async def engines() -> models.Engines:
+        """Everybody, in the order in which they joined."""
+        views = await bridge.call(lambda: [_view(service, engine) for engine in service.fleet.engines])
+        return models.Engines(engines=views)
+
+    @router.get("/engines/{name}")
+    async def engine(name: str) -> models.EngineView:
+        """One of them; 404 once it has left."""
+        return await bridge.call(lambda: _view(service, service.fleet.find(name)))
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
+    async def scrape() -> Response:
+        """As the router's own /metrics."""
+        return Response(await bridge.call(service.render_metrics), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], RouterConfig] | None) -> APIRouter:
+    router = APIRouter(tags=["managing"])
+    fleet = service.fleet
+
+    @router.post("/engines", status_code=201)
+    async def add(new: models.NewEngine) -> models.EngineView:
+        """Let an engine join: it is asked from now on."""
+        address = parse_address(new.url)
+        return await bridge.call(lambda: _view(service, fleet.add(Role(new.role), address, new.name)))
+
+    @router.delete("/engines/{name}", status_code=202)
+    async def remove(
+        name: str,
+        timeout_s: Annotated[
+            float | None,
+            Query(ge=0, le=MAX_LEASE_S, description="what is not over then is cut off; --drain-timeout if not given"),
+        ] = None,
+    ) -> models.EngineView:
+        """Let an engine go once nobody needs it: its requests are over, and what it prefilled has been taken."""
+        given_s = service.drain_timeout_s if timeout_s is None else timeout_s
+        return await bridge.call(lambda: _view(service, fleet.remove(name, given_s)))
+
+    @router.post("/engines/{name}/drain")
+    async def drain(name: str) -> models.EngineView:
+        """Send an engine no new requests."""
+        return await bridge.call(lambda: _view(service, fleet.drain(name)))
+
+    @router.delete("/engines/{name}/drain")
+    async def resume(name: str) -> models.EngineView:
+        """Send it requests again; one that is about to leave stays."""
+        return await bridge.call(lambda: _view(service, fleet.resume(name)))
+
+    @router.put("/engines/{name}/role")
+    async def set_role(name: str, new: models.NewRole) -> models.EngineView:
+        """Ask an engine for the other thing from now on; what is under way ends as it began."""
+        return await bridge.call(lambda: _view(service, fleet.set_role(name, Role(new.role))))
+
+    @router.post("/reload")
+    async def reload() -> models.Reloaded:
+        """Read the configuration file again and go over to it, as SIGHUP does: all of it, or nothing."""
+        if read_config is None:
+            raise ConfigError("the router was started without --config: there is nothing to read again")
+        config = await asyncio.to_thread(read_config)
+        applied = await bridge.call(lambda: service.apply(config))
+        fleet = applied.fleet
+        return models.Reloaded(
+            added=fleet.added, kept=fleet.kept, moved=fleet.moved, leaving=fleet.leaving, settings=applied.settings
+        )
+
+    return router
+
+
+def _view(service: RouterService, engine: Engine) -> models.EngineView:
+    return models.EngineView(
+        name=engine.name,
+        role=engine.role.value,
+        url=engine.address.url,
+        state="leaving" if engine.leaving else "draining" if engine.draining else "serving",
+        resting=engine.health.is_resting(service.engines.now),
+        down=engine.health.down,
+        failures=engine.health.failures,
+        in_flight=engine.load.in_flight,
+        handovers=engine.load.handovers,
+        configured=engine.configured,
+    )

@@ -1,0 +1,94 @@
+"""The administration of a running router: its admin API, if there is one, and what SIGHUP does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from kvrelay.errors import ConfigError, KvRelayError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvrelay.admin.server import AdminServer
+    from kvrelay.router.config import RouterConfig
+    from kvrelay.router.core.admin import Admin
+    from kvrelay.router.service import RouterService
+
+logger = logging.getLogger(__name__)
+
+
+class Serving:
+    """Made, started and stopped in the router's process; `stop` blocks."""
+
+    def __init__(
+        self, admin: Admin | None, service: RouterService, read_config: Callable[[], RouterConfig] | None
+    ) -> None:
+        """Bind, if there is to be an API. ``read_config``: reads flags and file again; None without a file.
+
+        Raises:
+            ConfigError: the address cannot be used, or a package is missing.
+        """
+        self._admin = admin
+        self._service = service
+        self._read_config = read_config
+        self._server = None if admin is None else _bind(admin)
+        self._reloads: set[asyncio.Task[None]] = set()
+
+    @property
+    def told(self) -> str:
+        """Where the API is, for people."""
+        return "" if self._server is None else f", admin {self._server.url}"
+
+    def start(self) -> None:
+        """Serve, and hand over to the running event loop."""
+        if self._server is None or self._admin is None:
+            return
+        from kvrelay.admin.bridge import Bridge
+        from kvrelay.router.admin.app import make_app
+
+        bridge = Bridge(asyncio.get_running_loop(), who="the router")
+        self._server.start(make_app(self._service, bridge, self._read_config, self._admin.token))
+
+    def stop(self) -> None:
+        """End it."""
+        if self._server is not None:
+            self._server.stop()
+
+    def on_hangup(self) -> None:
+        """SIGHUP: go on in new log files, with the keys, certificates and configuration as they are on disk now."""
+        self._service.reopen_logs()
+        task = asyncio.create_task(self._reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _reload(self) -> None:
+        try:
+            await self._service.reload_entrance()
+        except ConfigError as error:
+            logger.error("SIGHUP: the keys and certificates in use stay: %s", error)  # noqa: TRY400 - said in full
+        else:
+            logger.info("SIGHUP: keys and certificates have been read again")
+        if self._read_config is None:
+            return
+        try:
+            self._service.apply(await asyncio.to_thread(self._read_config))
+        except ConfigError as error:
+            for problem in error.problems:
+                logger.error("the new configuration is refused, and nothing changes: %s", problem)  # noqa: TRY400
+        except KvRelayError as error:
+            logger.error("the new configuration is refused, and nothing changes: %s", error)  # noqa: TRY400
+
+
+def _bind(admin: Admin) -> AdminServer:
+    try:
+        import fastapi  # noqa: F401 - the app needs it
+        import uvicorn  # noqa: F401
+
+        from kvrelay.admin.server import AdminServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--admin-port needs the package {error.name}: pip install 'kvrelay[admin]', or leave it out"
+        ) from None
+    return AdminServer(admin.listen, flag="--admin-port", who="router")

@@ -1,0 +1,53 @@
+"""A new configuration for a router that runs: all of it, or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvrelay.router.config import RouterConfig
+    from kvrelay.router.fleet_keeper import Changes
+
+LIVE = frozenset({
+    "prefills", "decodes", "prefill_timeout_s", "handover_timeout_s", "decode_timeout_s", "drain_timeout_s",
+    "on_lost_kv", "max_reprefills", "resilience",
+})  # fmt: skip
+"""What can change while the router runs."""
+
+
+class Applied(Struct, frozen=True):
+    """What a new configuration changed. ``settings``: names of those that have another value now."""
+
+    fleet: Changes
+    settings: list[str]
+
+
+def changed(old: RouterConfig, new: RouterConfig) -> list[str]:
+    """The settings that differ. What the file of keys holds is none: it has a reload of its own."""
+    old, new = (replace(config, entrance=replace(config.entrance, keys=None)) for config in (old, new))
+    return [name for name in old.__struct_fields__ if getattr(old, name) != getattr(new, name)]
+
+
+def fixed_problems(old: RouterConfig, new: RouterConfig) -> Iterator[str]:
+    """What differs and cannot change while the router runs. Values stay untold: some are secrets."""
+    for name in changed(old, new):
+        if name not in LIVE:
+            yield f"{name} cannot change while the router runs: leave it as it was, or restart the router"
+
+
+def as_it_is_now(config: RouterConfig, read: Callable[[], RouterConfig] | None) -> RouterConfig:
+    """For a worker that starts: what the others have gone over to, if ``config`` has been reloaded since."""
+    if read is None:
+        return config
+    try:
+        now = read()
+    except ConfigError:
+        return config  # the others have refused it, and said so
+    return config if list(fixed_problems(config, now)) else now
