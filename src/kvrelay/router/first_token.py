@@ -49,13 +49,14 @@ def begin_early(handover: Handover, *, prefills: bool) -> EarlyStream | None:
 class EarlyStream:
     """The first token of one stream, from the prefill leg to its place before the decode leg's answer."""
 
-    __slots__ = ("_handover", "_headers", "_limit", "_opening", "_prefill", "sent")
+    __slots__ = ("_handover", "_headers", "_key", "_limit", "_opening", "_prefill", "sent")
 
     def __init__(self, handover: Handover) -> None:
         """See `begin_early`."""
         self._handover = handover
         self._opening: Opening | None = None
         self._headers: Headers = []
+        self._key = key_of(handover.request)
         self._prefill: Defaults | None = None
         self._limit: int | None = None
         self.sent = False
@@ -171,5 +172,4 @@ class EarlyStream:
             self._handover.router.metrics.first_token.labels(record.first_token).inc()
 
     def _defaults(self, engine: Engine) -> Defaults | None:
-        handover = self._handover
-        return handover.router.defaults.known(engine, handover.body.model, key_of(handover.request))
+        return self._handover.router.defaults.known(engine, self._handover.body.model, self._key)
