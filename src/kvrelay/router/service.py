@@ -161,6 +161,8 @@ class RouterService:
         host, port, tls = self._config.host, self._config.port, self._config.entrance.tls
         if tls is not None:
             self._context = await asyncio.to_thread(make_context, tls)
+        if self._sockets:
+            await self._read_keys_anew()
         try:
             await self._listen(loop)
         except OSError as error:
@@ -244,6 +246,13 @@ class RouterService:
                 connection, sock=sock, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit_s
             )
             self._servers.append(server)
+
+    async def _read_keys_anew(self) -> None:
+        """A worker that comes in another's place was given what the file held when the router was started."""
+        try:
+            await self._gate.reload()
+        except ConfigError as error:
+            logger.error("the keys are those the router was started with: %s", error)  # noqa: TRY400 - said in full
 
     async def reload_entrance(self) -> None:
         """Read API keys and certificates again, for requests and connections from now on.

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +19,6 @@ from kvrelay.testing.certificates import Authority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 WAIT_S = 60
 
@@ -92,6 +92,41 @@ def test_keys_and_certificates_are_asked_for_and_read_again(
     assert first not in said
     assert "can be reached" not in said
     assert process.returncode == 0
+
+
+def test_a_worker_that_takes_anothers_place_knows_the_keys_of_today(
+    processes: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """1. A key is withdrawn, and all workers know. 2. They crash, and others are started. 3. It is still withdrawn."""
+    authority, keys = Authority(tmp_path), tmp_path / "keys.toml"
+    pair = authority.server("localhost")
+    withdrawn = make_key(keys, "withdrawn")
+    urls = [start(processes, "kvrelay.testing.fake_engine")[1].split()[-1] for _ in range(2)]
+    process, line = start(
+        processes, "kvrelay", "router", "serve", "--prefill", urls[0], "--decode", urls[1], "--port", "0",
+        "--keys-file", str(keys), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--workers", "2",
+    )  # fmt: skip
+    found = re.search(r"ready: https://127\.0\.0\.1:(\d+) ", line)
+    assert found is not None, process.communicate(timeout=WAIT_S)
+    port, context = int(found[1]), ssl.create_default_context(cafile=str(authority.ca))
+    assert status(port, context, withdrawn) == 200
+    keys.unlink()
+    kept = make_key(keys, "kept")
+    workers = children(process)
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + WAIT_S
+    while len(children(process) - workers) < 2:
+        assert time.monotonic() < deadline, "no others are started"
+        time.sleep(0.05)
+    for _ in range(10):
+        assert status(port, context, kept) == 200
+        assert status(port, context, withdrawn) == 401
+
+
+def children(process: subprocess.Popen[str]) -> set[int]:
+    return set(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
 def test_who_listens_for_others_without_keys_or_tls_is_warned(processes: list[subprocess.Popen[str]]) -> None:
