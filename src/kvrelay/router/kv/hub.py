@@ -32,6 +32,7 @@ class KvHub:
         self._metrics = metrics
         self._context: zmq.asyncio.Context | None = None
         self._subscribers: dict[Publisher, Subscriber] = {}
+        self._turn = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
 
     def start(self, engines: Collection[str]) -> None:
@@ -49,7 +50,9 @@ class KvHub:
                 self._ending |= subscriber.stop()
         for publisher in self._publishers:
             if publisher.engine in engines and publisher not in self._subscribers:
-                self._subscribers[publisher] = Subscriber(publisher, self.index, self._metrics, self._context)
+                self._subscribers[publisher] = Subscriber(
+                    publisher, self.index, self._metrics, self._context, self._turn
+                )
                 self._subscribers[publisher].start()
 
     async def close(self) -> None:

@@ -2,7 +2,8 @@
 
 vLLM publishes on a PUB socket, as (topic, number, payload), and replays on a ROUTER socket: asked with a number, it
 sends what it keeps from there on and then number -1. Each replay has a connection of its own, so that no answer is
-mistaken for one to another question.
+mistaken for one to another question. Replays are thousands of batches, at a router's start from every engine at once:
+of all of them one batch is taken in each round of the event loop, so that requests go on beside them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ HIGH_WATER = 100_000
 """Batches that wait to be read; as many as vLLM lets wait on its side."""
 HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 5, 15
 RECONNECT_MS, LONGEST_RECONNECT_MS = 100, 5_000
-TURN = 16
-"""Batches taken before others get their turn."""
 
 
 def load_zmq() -> Any:
@@ -59,8 +58,16 @@ def load_zmq() -> Any:
 class Subscriber:
     """One subscription. Runs from `start` to `stop`, whatever becomes of the engine."""
 
-    def __init__(self, publisher: Publisher, index: KvIndex, metrics: KvMetrics, context: zmq.asyncio.Context) -> None:
-        """What is heard goes into ``index``."""
+    def __init__(
+        self,
+        publisher: Publisher,
+        index: KvIndex,
+        metrics: KvMetrics,
+        context: zmq.asyncio.Context,
+        turn: asyncio.Lock,
+    ) -> None:
+        """What is heard goes into ``index``. ``turn``: of all subscribers, who takes a replayed batch."""
+        self._turn = turn
         self.source = Source(publisher.engine, publisher.rank)
         self._publisher = publisher
         self._index = index
@@ -102,16 +109,13 @@ class Subscriber:
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         with socket:
-            taken = 0
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) == 3 and len(frames[1]) == 8:
                     self._do(self._stream.live(int.from_bytes(frames[1], "big"), frames[2], self._now()))
                 else:
                     logger.warning("%s: a message of %d parts, which is none of vLLM's", self._name, len(frames))
-                taken += 1
-                if taken % TURN == 0:
-                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
 
     async def _watch(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
         zmq = self._zmq
@@ -141,7 +145,7 @@ class Subscriber:
 
     async def _ask(self, first: int) -> None:
         assert self._publisher.replay is not None
-        me, taken = asyncio.current_task(), 0
+        me = asyncio.current_task()
         with self._socket(self._zmq.DEALER) as socket:
             socket.connect(self._publisher.replay)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
@@ -155,9 +159,8 @@ class Subscriber:
                     self._replay = None
                     self._do(self._stream.replay_ended(self._now()))
                     return
-                self._do(self._stream.replayed(number, frames[3], self._now()))
-                taken += 1
-                if taken % TURN == 0:
+                async with self._turn:
+                    self._do(self._stream.replayed(number, frames[3], self._now()))
                     await asyncio.sleep(0)
 
     # --- what is done about it ---
