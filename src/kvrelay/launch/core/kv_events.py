@@ -49,6 +49,13 @@ def router_arguments(run_dir: str, engine: str) -> list[str]:
 
 def kv_events_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
     """What cannot work, each with what would. ``names``: where each setting comes from."""
+    routing = settings.router.routing
+    pooled = settings.profile is not None and settings.profile.uses_pool
+    if settings.router.pool_index and not (pooled and routing.disaggregate_above != "0" and POLICY in routing.policies):
+        yield (
+            f"router.pool_index (from {names['router.pool_index']}): it needs a connector with a pool, "
+            f"--router-disaggregate-above and, for token ids, policy {POLICY}"
+        )
     for role in Role:
         if not publishes(settings, role):
             continue

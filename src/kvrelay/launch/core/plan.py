@@ -262,6 +262,8 @@ class _Planner:
                 argv += kv_events.router_arguments(self._facts.run_dir, engine.name)
         if settings.router.token_ids != TokenIds.ENGINE:
             argv += ["--token-ids", settings.router.token_ids]
+        if settings.router.pool_index:
+            argv.append("--pool-index")
         if settings.profile and settings.profile.uses_pool:
             argv += ["--pool", f"unix:{self._pool_socket}"]
             if settings.pool.token_file:

@@ -131,6 +131,9 @@ class RouterSettings(Settings):
     )
     tls_cert: Path | None = Field(default=None, description="PEM file of a certificate chain: clients speak TLS")
     tls_key: Path | None = Field(default=None, description="PEM file of its private key (in tls_cert if unset)")
+    pool_index: bool = Field(
+        default=False, description="ask the pool what it holds before a prompt goes to a prefill engine"
+    )
     access_log: str | None = Field(
         default=None, description="file for one line of JSON for each request, or - for standard output"
     )
