@@ -348,7 +348,11 @@ def test_engines_of_a_kv_aware_policy_publish_to_the_router_alone() -> None:
     assert after(router, "--token-ids") == "off"
     with pytest.raises(ConfigError, match=r"router.pool_index .* needs a connector with a pool"):
         plan_of({"router.policy": "kv-aware", "router.pool_index": "true"})
-    asking = {"router.policy": "kv-aware", "router.pool_index": "true", "router.disaggregate_above": "9"}
+    asking: dict[str, object] = {
+        "router.policy": "kv-aware",
+        "router.pool_index": "true",
+        "router.disaggregate_above": "9",
+    }
     assert "--pool-index" in spec(plan_of(asking), "router").argv
     with pytest.raises(ConfigError, match="2 data-parallel ranks in a decode engine"):
         plan_of({"router.decode_policy": "kv-aware", "decode.data_parallel_size": "2"})
