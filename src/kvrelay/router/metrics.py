@@ -190,7 +190,7 @@ class RouterMetrics:
 
     def picked(self, policy: str, role: Role, why: str) -> None:
         """A policy chose an engine."""
-        self._picks.labels(role.value, policy, why).value += 1
+        self._picks.labels(role, policy, why).value += 1
 
     def engine_failed(self, engine: Engine, reason: str) -> None:
         """``engine`` did not do its part of a request. Of one that has left nothing is counted."""

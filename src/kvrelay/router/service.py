@@ -314,9 +314,7 @@ class RouterService:
             reply.refuse(refusal(error))
             outcome = "client_error"
         finally:
-            endpoint = (
-                "other" if known in {Route.UNKNOWN, Route.WRONG_METHOD, Route.STORED, Route.HANDOVER} else request.path
-            )
+            endpoint = "other" if known in _NAMELESS else request.path
             self._metrics.requests.labels(endpoint, outcome).inc()
             self._observer.over(request, reply, outcome, told=known not in _PROBES)
             logger.debug("%s %s: %s", request.method, request.path, outcome)
@@ -370,6 +368,8 @@ def _lost_kv(config: RouterConfig) -> LostKv:
 
 
 _ON_ENGINES = frozenset({Route.DISAGGREGATE, Route.PASS, Route.ANY, Route.MODELS, Route.STORED})
+_NAMELESS = frozenset({Route.UNKNOWN, Route.WRONG_METHOD, Route.STORED, Route.HANDOVER})
+"""Their paths are any number: metrics do not tell them apart."""
 _PROBES = frozenset({Route.HEALTH, Route.METRICS})
 """Asked every few seconds by machines: not worth a line in the access log."""
 _UNKNOWN = "{} is not served here: administration and other paths of an engine are reached on the engine itself"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.router.core.answers import JSON, Dialect, dialect_of
-from kvrelay.router.http.messages import REASONS, find, render
+from kvrelay.router.http.messages import REASONS, render
 
 if TYPE_CHECKING:
     import asyncio
@@ -108,14 +108,13 @@ class Reply:
             return
         self.started = True
         self.status = status
-        for header in self.always:
-            if find(headers, header[0]) is None:
-                headers.append(header)
+        names = {name for name, _ in headers}
+        headers += [header for header in self.always if header[0] not in names]
         if self.extra:
             own = {name for name, _ in self.extra} - {b"vary"}
             headers = [header for header in headers if header[0] not in own] + self.extra
         framing = b""
-        if status >= 200 and status not in {204, 304} and find(headers, b"content-length") is None:
+        if status >= 200 and status not in {204, 304} and b"content-length" not in names:
             if self._http_1_0:
                 self.close = True
             else:
