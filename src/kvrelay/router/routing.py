@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -161,8 +162,7 @@ class Routing:
         if self.conditional is not None and verdict is not None and verdict.why != "unsized" and _went_straight(record):
             threshold = self.conditional.threshold
             rest = max(1, verdict.tokens - verdict.cached)
-            ttft_s = stamps["decode_begin"] - stamps["issued"]
-            threshold.measured(rest, ttft_s, self._engines.now, alone=not record.prefill)
+            threshold.measured(rest, _ttft_s(handover), self._engines.now, alone=not record.prefill)
             self._metrics.disaggregate_above.set(threshold.above)
 
     def asked(self, handover: Handover, engine: Engine, lost: Lost, action: Action) -> bool:
@@ -204,6 +204,13 @@ class Routing:
         least, most = _RATES
         if text.num_bytes and num_tokens > 0 and least <= text.num_bytes / num_tokens <= most:
             self._rates.learn(text.model, text.num_bytes, num_tokens)
+
+
+def _ttft_s(handover: Handover) -> float:
+    """From the request to the client's first byte, when a decode engine's first is there: P's may have come before."""
+    stamps, answered = handover.record.life.timestamps, handover.request.seen.answered
+    before_s = time.perf_counter() - answered if answered else 0.0
+    return max(0.0, stamps["decode_begin"] - stamps["issued"] - before_s)
 
 
 def _went_straight(record: Record) -> bool:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kvrelay.testing.fake_engine import Behaviour, FakeEngine, Recorded, fail, hang, raw, stream
+from kvrelay.router.core.conditional import Conditional, FixedThreshold
+from kvrelay.router.core.routing import RoutingSettings
+from kvrelay.testing.fake_engine import Behaviour, Exchange, FakeEngine, Recorded, fail, hang, raw, stream
 from kvrelay.testing.fake_tokens import GENERATED, TokenEngine
 from kvrelay.testing.raw_http import Answer, RawClient, get, post
 
@@ -30,6 +32,18 @@ def broken() -> Behaviour:
     return raw(b"HTTP/1.1 2", close=True)
 
 
+class Noting(FixedThreshold):
+    """A threshold that keeps what was measured."""
+
+    def __init__(self, above: int) -> None:
+        super().__init__(above)
+        self.times: list[float] = []
+
+    def measured(self, rest: int, ttft_s: float, now: float, *, alone: bool) -> None:  # noqa: ARG002
+        assert not alone
+        self.times.append(ttft_s)
+
+
 class World:
     """Some P, some D, a router in front of them, and one engine that is right."""
 
@@ -38,6 +52,7 @@ class World:
         self.decodes = decodes
         self.fakes: list[FakeEngine] = []
         self.port = 0
+        self.service: Any = None
         self.right = TokenEngine(created=3)
         self.right_fake: FakeEngine | None = None
 
@@ -98,7 +113,7 @@ async def world(engine: Any, router: Any) -> Callable[..., Awaitable[World]]:
         made.right_fake = fakes.pop()
         made.fakes = fakes
         service = await router(fakes[:prefills], fakes[prefills:], **{"first_token": "prefill", **settings})
-        made.port = service.port
+        made.port, made.service = service.port, service
         return made
 
     return start
@@ -327,3 +342,29 @@ async def test_prompts_are_tokenised_once(world: Any, path: str, streamed: bool)
     assert "kvrelay_router_prompts_reused_total 1.0" in (await get(there.port, "/metrics")).body.decode()
     await post(there.port, path, {**body, "unheard_of": 1})
     assert "return_token_ids" not in legs(there.fakes[0])[-1].json
+
+
+async def test_what_counts_for_the_threshold_is_when_the_client_got_its_first_token(world: Any) -> None:
+    """1. The client has P's token. 2. D answers later. 3. The time to 1. is what this way is worth."""
+    there: World = await world(routing=RoutingSettings(disaggregate_above="1"))
+    await there.warm()
+    there.service._disaggregator.routing.conditional = Conditional(noting := Noting(1))
+    gate = asyncio.Event()
+
+    async def late(exchange: Exchange) -> None:
+        await gate.wait()
+        await there.decodes[0].behave(exchange)
+
+    there.fakes[1].script(late)
+    async with await RawClient.open(there.port) as client:
+        client.post("/v1/completions", COMPLETION)
+        _, headers = await client.head()
+        assert await client.chunk()
+        gate.set()
+        while await client.chunk():
+            pass
+    record = (await get(there.port, f"/kvrelay/handovers/{headers['x-kvrelay-handover']}")).json
+    assert record["first_token"] == "prefill"
+    stamps = record["timestamps"]
+    (ttft_s,) = noting.times
+    assert 0 < ttft_s < stamps["decode_begin"] - stamps["issued"]
