@@ -37,6 +37,21 @@ SEEDS = (
     _POST + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n{}",
     _POST + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\ncontent-length: 2\r\n\r\n{}",
 )
+ANSWERS = (
+    b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 14\r\n\r\n{"choices":[]}',
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        b'8\r\ndata: 1\n\r\n1;a="b"\r\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\nx-trailer: 1\r\n\r\n'
+    ),
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\nup to the end",
+    b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\nconnection: keep-alive\r\n\r\n{}",
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    b"HTTP/1.1 204 No Content\r\n\r\n",
+    b"HTTP/1.1 429 Busy\r\nretry-after: 1\r\ncontent-length: 2\r\n\r\n{}",
+    b"HTTP/1.1 500 Oops\r\ncontent-length: 2\r\n\r\n{}",
+)
+"""An engine's."""
 TOKENS = (
     b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b";", b",", b"#", b"%00", b"\r\n\r\n", b"0\r\n\r\n", b"\xff",
     b"content-length: 5\r\n", b"Content-Length: 0\r\n", b"transfer-encoding: chunked\r\n",
@@ -45,7 +60,7 @@ TOKENS = (
     b"CONNECT x:1 ", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"ffffffffffffffff\r\n", b"18446744073709551616",
     b"+", b"x" * 300, b"a: b\r\n" * 20,
 )  # fmt: skip
-_HEAD = re.compile(rb"HTTP/1\.1 (\d{3}) [ -~]*\r\n((?:[!-9;-~]+: [ -~\x80-\xff]*\r\n)*)\r\n")
+_HEAD = re.compile(rb"HTTP/1\.1 (\d{3}) [\t -~\x80-\xff]*\r\n((?:[!-9;-~]+: [\t -~\x80-\xff]*\r\n)*)\r\n")
 _CHUNK = re.compile(rb"([0-9a-f]+)\r\n")
 
 
@@ -272,16 +287,17 @@ def _facts(conversation: Conversation) -> list[tuple[Any, ...]]:
 
 
 class Mutator:
-    """Makes damaged requests of `SEEDS`, by chance that can be repeated."""
+    """Makes damaged messages of good ones, by chance that can be repeated."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, seeds: Sequence[bytes] = SEEDS) -> None:
         """``rng``: seeded by the caller."""
         self._rng = rng
+        self._seeds = seeds
 
     def stream(self) -> bytes:
-        """A few requests, damaged here and there."""
+        """A few messages, damaged here and there."""
         rng = self._rng
-        data = bytearray(b"".join(rng.choices(SEEDS, k=rng.choice((1, 1, 1, 2, 3, 6)))))
+        data = bytearray(b"".join(rng.choices(self._seeds, k=rng.choice((1, 1, 1, 2, 3, 6)))))
         for _ in range(rng.choice((0, 1, 1, 2, 3, 8))):
             self._damage(data)
         return bytes(data)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvrelay.router.http.server import Limits
-from kvrelay.testing.http_stream import Mutator, check_answers, pieces
+from kvrelay.testing.fake_engine import raw
+from kvrelay.testing.http_stream import ANSWERS, Mutator, check_answers, pieces
 from kvrelay.testing.raw_http import RawClient, post
 
 LIMITS = Limits(max_body_bytes=4096, max_head_bytes=2048, max_headers=16, max_pipelined=3, idle_s=0.1, receive_s=0.1)
@@ -50,3 +51,32 @@ async def test_damaged_requests_hurt_nobody(
             assert not any(status == 500 for status in check_answers(said)), streams
     assert (await post(service.port, "/v1/completions", {"prompt": "a", "max_tokens": 2})).status == 200
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_damaged_answers_of_engines_reach_nobody_as_good_ones(
+    engine: Any, router: Any, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """Each client gets a whole answer that reads as one, or sees that it is cut off: never more than one."""
+    caplog.set_level(logging.ERROR)
+    decode = await engine(default=answer)
+    service = await router([await engine(default=answer)], [decode], decode_timeout_s=0.2)
+    mutator = Mutator(random.Random(seed), ANSWERS)
+    num_whole = 0
+    for _ in range(NUM_STREAMS):
+        damaged = mutator.stream()
+        decode.script(raw(damaged, close=True))
+        async with await RawClient.open(service.port) as client:
+            headers = "connection: close\r\n"
+            client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}, headers=headers)
+            said = await client.rest()
+        try:
+            (status,) = check_answers(said)
+        except AssertionError as error:
+            assert "no chunk" in str(error) or "cut off" in str(error), (damaged, said)  # noqa: PT017
+        else:
+            num_whole += 1
+            assert status != 500 or b"500" in damaged, (damaged, said)
+    assert num_whole > NUM_STREAMS // 2
+    assert (await post(service.port, "/v1/completions", {"prompt": "a", "max_tokens": 2})).status == 200
+    assert not caplog.records, caplog.text

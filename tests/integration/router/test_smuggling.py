@@ -302,6 +302,21 @@ async def test_an_answer_without_content_names_no_length_and_smuggles_no_second(
         assert (await client.answer()).json["object"] == "text_completion"
 
 
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 2\r\n\r\n{}", b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"]
+)
+async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(pair: Pair, framing: bytes) -> None:
+    """1. An engine sends two answers in one piece. 2. The client gets the first, then the one to its next request."""
+    _, decode, port = pair
+    decode.script(raw(ANSWER + framing + ANSWER + b"content-length: 6\r\n\r\nsecond"))
+    async with await RawClient.open(port) as client:
+        client.post("/v1/completions", BODY)
+        assert (await client.answer()).body == b"{}"
+        client.post("/v1/completions", BODY)
+        assert (await client.answer()).json["object"] == "text_completion"
+    assert decode.num_accepted == 2
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_an_answer_that_ends_with_its_connection_is_taken(pair: Pair, version: str) -> None:
     _, decode, port = pair

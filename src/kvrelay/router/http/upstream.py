@@ -45,6 +45,8 @@ class _Connection(asyncio.Protocol):
         self._chunks: list[bytes] = []
         self.on_body = self._chunks.append
         """For the parser, which calls it for each chunk of an answer: without a frame of Python between."""
+        self._num_chunks = 0
+        """Of a whole answer."""
         self._parser = httptools.HttpResponseParser(self)
         self._call: Call | None = None
         self._answered = False
@@ -112,6 +114,7 @@ class _Connection(asyncio.Protocol):
             problem = f"the engine's answer has a head of more than {MAX_HEAD_BYTES} bytes"
         if self._complete and self._call is not None:
             self._call.whole = True
+            del self._chunks[self._num_chunks :]  # of a second answer, which nobody asked for
         self._flush()
         if self._complete:
             self._finish(reusable=self._keep_alive and not problem and self._all_sent)
@@ -173,6 +176,7 @@ class _Connection(asyncio.Protocol):
         if self._in_body:
             self._complete = True
             self._in_body = False
+            self._num_chunks = len(self._chunks)
             self._keep_alive = self._parser.should_keep_alive()
 
     # --- the current call ---
