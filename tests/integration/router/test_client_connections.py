@@ -65,6 +65,22 @@ async def test_a_body_that_is_no_json_object_is_a_400_and_the_connection_lives(p
     assert len(decode.requests) == 1
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_long_bodies_follow_each_other_on_one_connection(pair: Pair, pipelined: bool) -> None:
+    """Each comes in many reads, and is wrapped in nothing."""
+    _, decode, port = pair
+    bodies = [b'{"max_tokens":1,"prompt":"%b"}' % (letter * 600_000) for letter in (b"a", b"b", b"c")]
+    async with await RawClient.open(port) as client:
+        if pipelined:
+            for body in bodies:
+                client.post("/v1/completions", body)
+        for body in bodies:
+            if not pipelined:
+                client.post("/v1/completions", body)
+            assert (await client.answer()).status == 200
+    assert [request.json["prompt"][0] for request in decode.requests] == ["a", "b", "c"]
+
+
 async def test_a_body_too_large_is_a_413_before_it_is_sent(engine: Any, router: Any) -> None:
     service = await router([await engine()], [await engine()], limits=Limits(max_body_bytes=1000))
     assert (await exchange(service.port, HEAD + b"content-length: 1001\r\n\r\n"))[:2] == (413, "body_too_large")

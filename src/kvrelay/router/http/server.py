@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes | bytearray] = []
         self._body_bytes = 0
         self._head_bytes = 0
-        self._wire_bytes = self._num_chunks = 0
+        self._wire_bytes = self._num_chunks = self._num_begun = 0
         self._in_head = self._in_body = False
         self._small = False
         """Whether a head that ends now cannot be too large, by what it came in."""
@@ -111,10 +111,10 @@ class Connection(asyncio.Protocol):
         """The client sent something."""
         if self._deaf:
             return
-        in_head, in_body = self._in_head, self._in_body
+        in_head, in_body, number = self._in_head, self._in_body, self._num_begun
         self._small = not in_head and len(data) <= self._limits.max_head_bytes
         self._parse(data)
-        if in_body and self._in_body:
+        if in_body and self._in_body and number == self._num_begun:
             self._wire_bytes += len(data)
             if is_mostly_wrapping(self._wire_bytes, self._body_bytes, self._num_chunks):
                 self._refuse(Refusal(400, "malformed_request", "The body's chunks are mostly wrapping"))
@@ -165,7 +165,8 @@ class Connection(asyncio.Protocol):
         """A request begins."""
         self._target = b""
         self._headers, self._body = [], []
-        self._body_bytes = self._head_bytes = 0
+        self._body_bytes = self._head_bytes = self._wire_bytes = self._num_chunks = 0
+        self._num_begun += 1
         self._in_head, self._in_body = True, False
 
     def on_url(self, url: bytes) -> None:
