@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvrelay.bench.report import closing_line, percentile, table
+from kvrelay.router import access_log, tracing
 from kvrelay.router.core.fleet import Role, make_engines, parse_address
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.lifecycle import Event, Lifecycle
@@ -113,6 +114,7 @@ def collect(told: Connection, done: Any) -> None:
 
 
 def main() -> None:
+    tracing.CLOSE_TIMEOUT_S = access_log.CLOSE_TIMEOUT_S = 60.0  # all is to arrive, however busy the machine is
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="of each case (default %(default)s)")
     args = parser.parse_args()

@@ -27,6 +27,12 @@ ASK = {"prompt": "a", "max_tokens": 2, "model": "m"}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the exporter is built on
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, what was made arrives."""
+    monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 60.0)
+
+
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with Collector() as made:
