@@ -88,9 +88,10 @@ class RawClient:
         """The next whole answer."""
         status, headers = await self.head()
         if headers.get("transfer-encoding") == "chunked":
-            body = b""
+            pieces: list[bytes] = []
             while piece := await self.chunk():
-                body += piece
+                pieces.append(piece)
+            body = b"".join(pieces)
         elif "content-length" in headers:
             async with asyncio.timeout(TIMEOUT_S):
                 body = await self._reader.readexactly(int(headers["content-length"]))

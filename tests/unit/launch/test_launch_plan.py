@@ -287,6 +287,21 @@ def test_the_router_is_told_who_may_come_in() -> None:
     assert "--keys-file" not in plain.argv
 
 
+def test_the_router_is_told_how_long_requests_may_take_and_how_it_is_to_end() -> None:
+    given: dict[str, object] = {
+        "router.request_timeout_s": "300",
+        "router.drain_notice_s": "5",
+        "router.admin_port": "8001",
+    }
+    router = spec(plan_of(given), "router")
+    assert after(router, "--request-timeout") == "300.0"
+    assert after(router, "--drain-notice") == "5.0"
+    assert after(router, "--admin-port") == "8001"
+    assert router.grace_s == spec(plan_of(), "router").grace_s + 5
+    with pytest.raises(ConfigError, match="reaches one worker of several"):
+        plan_of({**given, "router.workers": "2"})
+
+
 def test_the_router_is_told_where_to_send_requests() -> None:
     router = spec(
         plan_of(

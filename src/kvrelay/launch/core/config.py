@@ -141,6 +141,14 @@ def _hands_over(connector: object) -> bool:
     return profile.hands_over if profile else connector != NO_CONNECTOR
 
 
+def _admin_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
+    if settings.router.admin_port is not None and settings.router.workers > 1:
+        yield (
+            f"router.admin_port = {settings.router.admin_port} (from {names['router.admin_port']}): the admin API "
+            "reaches one worker of several; leave it out or set --router-workers 1"
+        )
+
+
 def _dispatch_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
     profile, lacking = settings.profile, ""
     if settings.dispatch == Dispatch.DECODE_FIRST and not (profile is not None and profile.tells_of_losses):
@@ -181,6 +189,7 @@ def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
             "http://HOST:4318"
         )
     yield from _dispatch_problems(settings, names)
+    yield from _admin_problems(settings, names)
     for problem in routing_problems(settings.router.routing, hands_over=_hands_over(settings.connector)):
         yield f"router: {problem}"
     yield from kv_events_problems(settings, names)

@@ -257,6 +257,7 @@ class _Planner:
             argv += ["--access-log", settings.router.access_log]
         argv += settings.router.routing.arguments
         argv += settings.router.entrance
+        argv += settings.router.surviving
         for engine in engines:
             if kv_events.publishes(settings, engine.role):
                 argv += kv_events.router_arguments(self._facts.run_dir, engine.name)
@@ -275,7 +276,7 @@ class _Planner:
             argv=(*argv, *settings.router.args),
             env=self._facts.environ,
             readiness=Readiness(host=_dialable(settings.host), port=settings.port, tls=tls),
-            grace_s=settings.drain_timeout_s + ROUTER_EXTRA_GRACE_S,
+            grace_s=settings.router.drain_notice_s + settings.drain_timeout_s + ROUTER_EXTRA_GRACE_S,
             url=_url(settings.host, settings.port, "https" if tls else "http"),
         )
 

@@ -134,6 +134,15 @@ class RouterSettings(Settings):
     pool_index: bool = Field(
         default=False, description="ask the pool what it holds before a prompt goes to a prefill engine"
     )
+    request_timeout_s: float = Field(
+        default=0.0, ge=0, le=86400, description="seconds for a request as a whole, 0 for any time"
+    )
+    drain_notice_s: float = Field(
+        default=0.0, ge=0, le=3600, description="seconds the router serves on at the end, and says so in /health"
+    )
+    admin_port: Port | None = Field(
+        default=None, description="port of the router's admin API on 127.0.0.1 (docs/router-operations.md)"
+    )
     access_log: str | None = Field(
         default=None, description="file for one line of JSON for each request, or - for standard output"
     )
@@ -148,6 +157,16 @@ class RouterSettings(Settings):
             ("--max-per-decode", self.max_per_decode),
             ("--tls-cert", self.tls_cert),
             ("--tls-key", self.tls_key),
+        )
+        return tuple(word for flag, value in given if value for word in (flag, str(value)))
+
+    @property
+    def surviving(self) -> tuple[str, ...]:
+        """Arguments of ``kvrelay router serve`` about its deadlines, its end and its administration."""
+        given = (
+            ("--request-timeout", self.request_timeout_s),
+            ("--drain-notice", self.drain_notice_s),
+            ("--admin-port", self.admin_port),
         )
         return tuple(word for flag, value in given if value for word in (flag, str(value)))
 
