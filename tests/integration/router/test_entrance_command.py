@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvrelay.router.core.admission.keys import ID_BYTES, SALT_BYTES, SECRET_BYTES, hash_secret, make_secret
 from kvrelay.testing.certificates import Authority
 
 if TYPE_CHECKING:
@@ -48,8 +49,10 @@ def start(processes: list[subprocess.Popen[str]], *args: str) -> tuple[subproces
 
 
 def make_key(file: Path, name: str) -> str:
-    command = [sys.executable, "-m", "kvrelay", "router", "key", name, "--file", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.strip()
+    secret = make_secret(os.urandom(ID_BYTES), os.urandom(SECRET_BYTES))
+    with file.open("a") as out:
+        out.write(f'[[keys]]\nname = "{name}"\nhash = "{hash_secret(secret, os.urandom(SALT_BYTES))}"\n')
+    return secret
 
 
 def status(port: int, context: ssl.SSLContext, secret: str) -> int:
