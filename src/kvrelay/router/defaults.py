@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from kvrelay.router.core.defaults import Said, ask_defaults
-from kvrelay.router.errors import EngineError
+from kvrelay.router.errors import EngineError, EngineSilentError
 
 if TYPE_CHECKING:
     from kvrelay.router.core.defaults import Defaults
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FRESH_S = 30.0
 """So long nothing is asked again; after it, what is known counts until the next answer is there."""
+SLOW_S = 1.0
+"""So long nothing is asked again of an engine that did not answer in time."""
 ANSWER_S = 5.0
 MAX_MODELS = 256
 """Engines times models that are remembered: clients name models, and may name any."""
@@ -69,16 +71,20 @@ class DefaultsDesk:
     async def _ask(self, engine: Engine, model: str, headers: Headers) -> None:
         key = (engine, model)
         try:
+            defaults: Defaults | None = None
+            fresh_s = FRESH_S
             try:
                 async with asyncio.timeout(ANSWER_S):
                     defaults = await self._interview(engine, model, headers)
-            except (TimeoutError, EngineError, msgspec.MsgspecError, ValueError) as error:
+            except (TimeoutError, EngineSilentError):  # it is slow, not another: what is known counts on
+                known = self._known.get(key)
+                defaults, fresh_s = known.defaults if known is not None else None, SLOW_S
+            except (EngineError, msgspec.MsgspecError, ValueError) as error:
                 logger.debug("%s does not tell its defaults: %s", engine.name, error)
-                defaults = None
             except _KeyRefusedError:
                 return
             self._known.pop(key, None)
-            self._known[key] = _Known(defaults, asyncio.get_running_loop().time() + FRESH_S)
+            self._known[key] = _Known(defaults, asyncio.get_running_loop().time() + fresh_s)
             while len(self._known) > MAX_MODELS:
                 del self._known[next(iter(self._known))]
         finally:
