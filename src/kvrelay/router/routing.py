@@ -118,9 +118,10 @@ class Routing:
         engines = self._engines.views(Role.DECODE, handover.strangers[Role.DECODE])
         well = [engine for engine in engines if not engine.resting and not engine.draining]
         told = self._engines.pickers[Role.DECODE].policy.cached(view)
-        if in_pool := handover.in_pool:
-            told = {engine.name: max(told.get(engine.name, 0), in_pool) for engine in well}
         decode, cached = self.held.best(view, well, self.spare, told)
+        if (in_pool := handover.in_pool) > cached and tokens - cached > self.spare:  # not enough where it costs nothing
+            told = {engine.name: max(told.get(engine.name, 0), in_pool) for engine in well}
+            decode, cached = self.held.best(view, well, self.spare, told)
         verdict = self.conditional.judge(tokens, sized=prompt.sized, cached=cached, decode=decode)
         if verdict.alone and has_media(prompt):
             verdict = self.conditional.judge(tokens, sized=False)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .conftest import StartEngine, StartRouter
 
 pytest.importorskip("zmq")
+from kvrelay.testing.fake_publisher import FakePublisher, stored
 
 PROMPT = list(range(1_000, 1_200))
 FACTS = {"kv_groups": "full_attention", "chunk_tokens": "64"}
@@ -65,7 +66,7 @@ async def ask(engine: StartEngine, router: StartRouter, pool: FakePool, monkeypa
         kv=KvSettings(events=("D0=ipc:///nobody/publishes",), pool_index=True),
     )
     async with asyncio.timeout(30):
-        while service._own._census.naming is None and pool.registered[0].facts is FACTS:  # noqa: ASYNC110
+        while service._own._census.naming is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def send(**fields: Any) -> str | None:
@@ -85,6 +86,35 @@ async def test_a_prompt_that_the_pool_holds_needs_no_prefill_engine(ask: Ask, po
     assert await ask() is None
     assert await ask(prompt=[*PROMPT[:192], *range(20)]) is None
     assert await ask(prompt=[*PROMPT[:192], *range(21)]) == "P0"
+
+
+async def test_an_engine_that_has_it_itself_comes_before_the_pool(
+    engine: StartEngine, router: StartRouter, pool: FakePool
+) -> None:
+    pool.held.update(keys(PROMPT))
+    publisher = await FakePublisher.start()
+    first, second, third = [await engine(default=models) for _ in range(3)]
+    service: RouterService = await router(
+        [first],
+        [second, third],
+        pool=pool.connect,
+        routing=RoutingSettings(policy="kv-aware", disaggregate_above="20"),
+        kv=KvSettings(events=(f"D1={publisher.endpoint},{publisher.replay}",), pool_index=True),
+    )
+    try:
+        await publisher.subscribed()
+        await publisher.publish(stored(PROMPT[:192], block_size=16))
+        async with asyncio.timeout(30):
+            while not (service.kv and service.kv.index.cached(PROMPT) and service._own._census.naming):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{service.port}/v1/completions"
+        async with httpx.AsyncClient() as client:
+            for _ in range(4):
+                answer = await client.post(url, json={"model": "m", "prompt": PROMPT, "max_tokens": 1})
+                assert answer.headers["x-kvrelay-decode"] == "D1"
+                assert "x-kvrelay-prefill" not in answer.headers
+    finally:
+        await publisher.stop()
 
 
 async def test_tenants_are_told_apart(ask: Ask, pool: FakePool) -> None:
