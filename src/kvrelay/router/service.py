@@ -182,6 +182,11 @@ class RouterService:
             self.kv.start(self._engine_names)
 
     @property
+    def config(self) -> RouterConfig:
+        """As it is now."""
+        return self._config
+
+    @property
     def draining(self) -> bool:
         """Whether the router is about to end."""
         return self._own.draining

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrelay.router.core.resilience import Resilience
+from kvrelay.router.entrance.settings import EntranceSettings
 from kvrelay.testing.fake_engine import hang, stream
 from kvrelay.testing.fake_tickets import FakePool
 from kvrelay.testing.raw_http import RawClient, get, post
 
 ASK = {"prompt": "a", "max_tokens": 2}
 STREAM = {**ASK, "stream": True}
+LONG_S = 60.0
 FIRST = b'data: {"choices":[{"text":"a"}]}\n\n'
 
 
@@ -30,8 +33,8 @@ async def test_a_request_that_takes_too_long_is_a_504_wherever_it_is(engine: Any
     prefill, decode, pool = await engine(), await engine(), FakePool()
     slow = {"prefill": prefill, "decode": decode}[place]
     slow.script(hang())
-    service = await router([prefill], [decode], pool=pool.connect, resilience=within(request_timeout_s=1.5))
-    answer = await post(service.port, "/v1/completions", ASK)
+    service = await router([prefill], [decode], pool=pool.connect)
+    answer = await post(service.port, "/v1/completions", ASK, headers="x-kvrelay-timeout: 2\r\n")
     assert (answer.status, answer.json["error"]["code"]) == (504, "deadline")
     await slow.left_by(1)
     await pool.all_ended()
@@ -42,13 +45,28 @@ async def test_a_request_that_takes_too_long_is_a_504_wherever_it_is(engine: Any
     assert (await post(service.port, "/v1/completions", ASK)).status == 200
 
 
+async def test_a_request_whose_time_is_over_in_the_queue_leaves_it(engine: Any, router: Any) -> None:
+    """1. A request has the only slot. 2. Another waits for it until its time is over. 3. A third gets it."""
+    prefill, decode = await engine(), await engine()
+    decode.script(hang())
+    service = await router([prefill], [decode], entrance=EntranceSettings(max_concurrent=1))
+    async with await RawClient.open(service.port) as first:
+        first.post("/v1/completions", ASK)
+        await decode.asked(1)
+        waiting = await post(service.port, "/v1/completions", ASK, headers="x-kvrelay-timeout: 0.3\r\n")
+        assert (waiting.status, waiting.json["error"]["code"]) == (504, "deadline")
+        assert len(prefill.requests) == 1
+        first.abort()
+        assert (await post(service.port, "/v1/completions", ASK)).status == 200
+
+
 async def test_a_stream_that_takes_too_long_ends_in_an_error_event(engine: Any, router: Any) -> None:
     prefill, decode = await engine(), await engine()
     decode.script(stream([FIRST, b"data: half of an ev"], ending="hang"))
-    service = await router([prefill], [decode], resilience=within(request_timeout_s=1.5))
+    service = await router([prefill], [decode], resilience=within(request_timeout_s=2.0))
     answer = await post(service.port, "/v1/completions", STREAM)
     assert answer.status == 200
-    assert answer.body.startswith(FIRST + b'data: {"error":{"message":"The request was not done within its 1.5 s"')
+    assert answer.body.startswith(FIRST + b'data: {"error":{"message":"The request was not done within its 2 s"')
     await decode.left_by(1)
 
 
@@ -93,7 +111,7 @@ async def test_a_stream_must_begin_within_its_own_time(engine: Any, router: Any)
 async def test_a_router_gives_notice_before_it_takes_no_more(engine: Any, router: Any) -> None:
     """1. It is told to stop. 2. Its health says so, and it serves on. 3. Then it takes nothing more."""
     prefill, decode = await engine(), await engine()
-    service = await router([prefill], [decode], resilience=within(drain_notice_s=3.0))
+    service = await router([prefill], [decode], resilience=within(drain_notice_s=LONG_S))
     assert (await get(service.port, "/health")).status == 200
     port = service.port
     stopping = asyncio.create_task(service.stop())
@@ -102,7 +120,10 @@ async def test_a_router_gives_notice_before_it_takes_no_more(engine: Any, router
     assert (health.status, health.json["status"]) == (503, "draining")
     assert (await post(port, "/v1/completions", ASK)).status == 200
     assert not stopping.done()
-    await stopping
+    stopping.cancel()
+    await asyncio.wait({stopping})
+    service.apply(msgspec.structs.replace(service.config, resilience=within()))
+    await service.stop()
     with pytest.raises(ConnectionRefusedError):
         await RawClient.open(port)
 
@@ -151,22 +172,27 @@ async def test_an_answer_that_waits_for_its_proof_is_not_taken_whole_into_memory
 
     monkeypatch.setattr(call, "MAX_KEPT_BYTES", 1 << 20)
     prefill, decode, pool = await engine(), await engine(), FakePool()
-    stuck = asyncio.Event()
+    sent, stuck = 0, asyncio.Event()
 
     async def pour(exchange: Any) -> None:
+        nonlocal sent
         exchange.head(200, "text/event-stream")
-        for _ in range(1024):
+        while not stuck.is_set():
             exchange.chunk(FIRST * 2000)
+            sent += 1
             try:
                 await asyncio.wait_for(exchange.writable.wait(), 0.2)
             except TimeoutError:
                 stuck.set()
-                break
         await exchange.gone.wait()
 
     decode.script(pour)
-    service = await router([prefill], [decode], pool=pool.connect, on_lost_kv="strict", decode_timeout_s=3.0)
-    answer = await post(service.port, "/v1/completions", STREAM)
-    assert stuck.is_set()
-    assert answer.status == 503
-    await decode.left_by(1)
+    service = await router([prefill], [decode], pool=pool.connect, on_lost_kv="strict", decode_timeout_s=LONG_S)
+    async with await RawClient.open(service.port) as client:
+        client.post("/v1/completions", STREAM)
+        async with asyncio.timeout(20):
+            await stuck.wait()
+        assert sent * len(FIRST) * 2000 < 16 << 20
+        client.abort()
+        await decode.left_by(1)
+    await pool.all_ended()
