@@ -172,7 +172,8 @@ class Decoding:
         elif prompt is not None:
             body = prompt.decode_leg(engine, params)
         if body is None:
-            body = handover.body.decode(params, name_response(record.life.name, engine))
+            is_response = handover.body.endpoint is Endpoint.RESPONSES
+            body = handover.body.decode(params, name_response(record.life.name, engine) if is_response else "")
         return handover.outgoing.to(engine, body)
 
     @property

@@ -160,7 +160,7 @@ class Handover:
             return holder
         if holder is not None:
             others = tuple(engine for engine in engines.decodes if engine is not holder)
-            self.strangers = {**self.strangers, Role.DECODE: others}
+            self.strangers = {Role.PREFILL: tuple(engines.prefills), Role.DECODE: others}
         return None
 
     @property

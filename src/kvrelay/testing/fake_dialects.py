@@ -50,6 +50,9 @@ class Dialects:
         said: list[dict[str, Any]] = [
             {"type": "response.created", "response": begun},
             {"type": "response.in_progress", "response": begun},
+            {"type": "response.output_item.added", "output_index": 0, "item": {**done["output"][0], "content": []}},
+            {"type": "response.content_part.added", "output_index": 0, "content_index": 0, "item_id": "msg_1",
+             "part": {"type": "output_text", "text": "", "annotations": []}},
             *({"type": "response.output_text.delta", "delta": fake_answers.text_of(i), "item_id": "msg_1",
                "content_index": 0, "output_index": 0, "logprobs": []} for i in range(tokens)),
             {"type": "response.completed", "response": done},

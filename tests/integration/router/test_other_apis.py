@@ -154,7 +154,8 @@ async def test_official_clients_read_answers_streams_and_errors(pair: Pair) -> N
         assert said.output_text == " t0 t1 t2"
         events = await other.responses.create(model="m", input="hi", max_output_tokens=3, stream=True)
         kinds = [event.type async for event in events]
-        assert kinds == ["response.created", "response.in_progress", *["response.output_text.delta"] * 3,
+        assert kinds == ["response.created", "response.in_progress", "response.output_item.added",
+                         "response.content_part.added", *["response.output_text.delta"] * 3,
                          "response.completed"]  # fmt: skip
         decode.script(stream([b'event: response.created\ndata: {"type":"res'], ending="drop"))
         with pytest.raises(openai.APIError, match="connection"):

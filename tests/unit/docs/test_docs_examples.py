@@ -34,6 +34,7 @@ FOREIGN_FLAGS = {
     "--model", "--kv-transfer-config", "--seed", "--enable-lora", "--local-dir", "--sizes", "--batch-mib", "--repeats",
     "--section", "--no-peers", "--api-key", "--otlp-traces-endpoint", "--scheduling-policy",
     "--enable-force-include-usage",
+    "--enable-prompt-embeds", "--trust-request-chat-template",
     "--prefill-X", "--decode-X", "--prefill-", "--decode-",
 }  # fmt: skip
 """Of vLLM, of the model hub's command and of the benchmark; and patterns."""
