@@ -199,7 +199,7 @@ class Engines:
 
     def answered(self, asking: Asking, call: Call) -> None:
         """The head of its answer is there."""
-        asking.leg.message, asking.leg.status = b"", call.status
+        asking.leg.message, asking.leg.status = (), call.status
         if is_engine_fault(call.status):
             self._failed(asking.engine, "status_5xx")
 
@@ -212,7 +212,7 @@ class Engines:
         metrics.in_flight[engine.role].dec()
         engine.load.end(asking.num_tokens)
         self._eased.set()
-        leg.message, leg.ended = b"", time.perf_counter()
+        leg.message, leg.ended = (), time.perf_counter()
         if call is None:
             return
         call.close()
@@ -251,7 +251,7 @@ class Engines:
         line = f"{method} {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
         if posted:
             headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(posted))]
-        call = await self._client(engine).open(line + render(headers) + b"\r\n" + posted, timeout_s=timeout_s)
+        call = await self._client(engine).open((line + render(headers) + b"\r\n" + posted,), timeout_s=timeout_s)
         try:
             body = await call.read(limit_bytes=MAX_PROBE_BYTES, timeout_s=timeout_s)
         finally:
@@ -270,7 +270,7 @@ class Engines:
         headers = [header for header in headers if rules is None or rules.passes(header[0])]
         line = f"POST {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
         framing = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-        call = await self._client(engine).open(line + render(headers) + framing + body, timeout_s=timeout_s)
+        call = await self._client(engine).open((line + render(headers) + framing + body,), timeout_s=timeout_s)
         try:
             answer = await call.read(limit_bytes=limit_bytes, timeout_s=timeout_s)
         finally:

@@ -18,7 +18,7 @@ from kvrelay.router.http.deadline import Deadline
 from kvrelay.router.http.watch import keep_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvrelay.router.core.fleet import Address
     from kvrelay.router.http.messages import Headers
@@ -70,12 +70,15 @@ class _Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def begin(self, payload: bytes) -> Call:
+    def begin(self, payload: Sequence[bytes]) -> Call:
         assert self._transport is not None
         self._begun_at = self._loop.time()
         self._call = call = Call(self, self._loop)
         self._answered = self._complete = False
-        self._transport.write(payload)
+        if len(payload) == 1:
+            self._transport.write(payload[0])
+        else:
+            self._transport.writelines(payload)
         return call
 
     def abort(self) -> None:
@@ -227,8 +230,10 @@ class EngineClient:
         self._open: set[_Connection] = set()
         self._closed = False
 
-    async def open(self, payload: bytes, *, timeout_s: float, on_sent: Callable[[], None] = lambda: None) -> Call:
-        """Send a whole request; its call, once the head of the answer is there. ``on_sent``: called in between.
+    async def open(
+        self, payload: Sequence[bytes], *, timeout_s: float, on_sent: Callable[[], None] = lambda: None
+    ) -> Call:
+        """Send a request, in pieces; its call, once the head of the answer is there. ``on_sent``: called in between.
 
         A kept-alive connection may have been closed by the engine at the very moment it was taken up again. If such a
         connection ends at once, without an answer, the request is sent once more on a new one.
@@ -310,7 +315,9 @@ class EngineClient:
         return connection
 
     @staticmethod
-    async def _exchange(connection: _Connection, payload: bytes, timeout_s: float, on_sent: Callable[[], None]) -> Call:
+    async def _exchange(
+        connection: _Connection, payload: Sequence[bytes], timeout_s: float, on_sent: Callable[[], None]
+    ) -> Call:
         if not connection.usable:
             raise EngineLostError("the engine closed the connection at once")
         call = connection.begin(payload)

@@ -25,7 +25,7 @@ class Leg(Struct, eq=False):
 
     worker: str
     role: str
-    message: bytes = b""
+    message: tuple[bytes, ...] = ()
     """The whole HTTP message, until it is sent."""
     address: tuple[str, int] = ("", 0)
     span: int = 0
