@@ -30,7 +30,7 @@ STORY = [
 
 def leg(worker: str, began: float, ended: float, **more: Any) -> Leg:
     role = "prefill" if worker.startswith("P") else "decode"
-    return Leg(worker, role, b"", ("host", 80), int(began * 10) + 2, began, ended, **{"whole": True, **more})
+    return Leg(worker, role, (), ("host", 80), int(began * 10) + 2, began, ended, **{"whole": True, **more})
 
 
 def handed_over(story: list[tuple[Event, float]] = STORY, **more: Any) -> Facts:
