@@ -81,7 +81,7 @@ class Case:
         seen.record, seen.model, seen.answered = record, "model", clock()
         for worker, role in (("P0", "prefill"), ("D0", "decode")):
             now = clock()
-            seen.legs.append(Leg(worker, role, b"", ("engine", 1), seen.new_span(), now, now + 0.01, 200, "", True))
+            seen.legs.append(Leg(worker, role, (), ("engine", 1), seen.new_span(), now, now + 0.01, 200, "", True))
         reply.start(200, [(b"content-type", b"text/event-stream")])
         for event_bytes in EVENTS:
             reply.write(event_bytes)
