@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -15,7 +17,6 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 WAIT_S = 60
 
@@ -188,3 +189,47 @@ def test_where_no_file_was_given_there_is_nothing_to_reload(processes: list[subp
     answer = httpx.post(f"{url}/reload", timeout=WAIT_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "config")
     assert "started without --config" in answer.json()["error"]["message"]
+
+
+def test_every_worker_goes_over_to_a_new_configuration_and_one_that_is_started_again_begins_with_it(
+    processes: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """1. Two workers. 2. The file changes, SIGHUP. 3. Both have the new engine. 4. One is killed: so has its heir."""
+    file = tmp_path / "router.toml"
+    file.write_text('prefill = ["http://127.0.0.1:9"]\ndecode = ["http://127.0.0.1:10"]\n')
+    command = [sys.executable, "-m", "kvrelay", "router", "serve", "--config", str(file), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--workers", "2"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    processes.append(process)
+    assert process.stdout is not None
+    found = re.search(r"http://\S+", process.stdout.readline())
+    assert found is not None
+    port = httpx.URL(found[0]).port
+
+    def urls() -> set[str]:
+        views = httpx.get(f"http://127.0.0.1:{port}/health", timeout=WAIT_S).json()["engines"]
+        return {view["url"] for view in views}
+
+    def until_all_say(expected: set[str]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        said = 0
+        while said < 12:  # in a row, on connections of their own: both workers are among them
+            said = said + 1 if urls() == expected else 0
+            assert time.monotonic() < deadline
+
+    until_all_say({"http://127.0.0.1:9", "http://127.0.0.1:10"})
+    file.write_text('prefill = ["http://127.0.0.1:9"]\ndecode = ["http://127.0.0.1:11"]\n')
+    process.send_signal(signal.SIGHUP)
+    until_all_say({"http://127.0.0.1:9", "http://127.0.0.1:11"})
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    wait_for_another_child(process.pid, children)
+    until_all_say({"http://127.0.0.1:9", "http://127.0.0.1:11"})
+
+
+def wait_for_another_child(parent: int, before: list[str]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while set(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()) <= set(before):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -11,7 +11,7 @@ from kvrelay.cli import build_parser, router_file
 from kvrelay.cli.router import settings_of
 from kvrelay.errors import ConfigError
 from kvrelay.router.core.admin import TOKEN_VARIABLE
-from kvrelay.router.reloading import LIVE, fixed_problems
+from kvrelay.router.reloading import LIVE, as_it_is_now, fixed_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,6 +106,19 @@ def test_what_cannot_change_while_the_router_runs_is_told_without_its_value(file
     assert [problem.partition(" ")[0] for problem in problems] == ["port", "pool_token"]
     assert "secret" not in "".join(problems)
     assert set(config.__struct_fields__) >= LIVE
+
+
+def test_a_worker_that_starts_later_begins_with_what_the_others_have_gone_over_to(file: Path) -> None:
+    started = load(file, GOOD)
+    reloaded = msgspec.structs.replace(started, decode_timeout_s=1.0)
+    assert as_it_is_now(started, lambda: reloaded) is reloaded
+    assert as_it_is_now(started, lambda: msgspec.structs.replace(started, port=9)) is started
+    assert as_it_is_now(started, None) is started
+
+    def refuse() -> RouterConfig:
+        raise ConfigError("bad")
+
+    assert as_it_is_now(started, refuse) is started
 
 
 @pytest.mark.parametrize(
