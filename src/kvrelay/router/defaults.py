@@ -47,6 +47,8 @@ class DefaultsDesk:
         self._engines = engines
         self._known: dict[tuple[Engine, str], _Known] = {}
         self._asking: dict[tuple[Engine, str], asyncio.Task[None]] = {}
+        self._hidden: set[Engine] = set()
+        """Engines of which it was said that they show nothing."""
 
     def known(self, engine: Engine, model: str, headers: Headers) -> Defaults | None:
         """What ``engine`` adds for ``model``; None if that is not known, or not known yet: then it is asked.
@@ -97,8 +99,14 @@ class DefaultsDesk:
             status, body = await self._engines.get(
                 engine, question.path, headers, timeout_s=ANSWER_S, posted=question.body
             )
-            if status in {401, 403}:
+            if status == 401:
                 raise _KeyRefusedError
+            if status == 403 and engine not in self._hidden:
+                self._hidden.add(engine)
+                logger.warning(
+                    "%s does not show what it adds to requests (%s: 403): start vLLM with --enable-scale-out, "
+                    "or leave out --first-token and --tokenise", engine.name, question.path,
+                )  # fmt: skip
             try:
                 question = asking.send(Said(status, body))
             except StopIteration as end:

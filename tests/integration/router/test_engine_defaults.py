@@ -80,3 +80,11 @@ async def test_a_key_that_is_refused_says_nothing_about_the_engine(asked: Asked)
     assert await asked.told() is not None
     asked.fake.script(fail(401))
     assert await asked.told() is not None
+
+
+async def test_an_engine_that_shows_nothing_is_named_once(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
+    asked.fake.script(*(fail(403) for _ in range(20)))
+    assert await asked.told(rounds=3) is None
+    said = [record.message for record in caplog.records if "--enable-scale-out" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("D0 does not show")

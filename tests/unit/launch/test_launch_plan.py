@@ -373,3 +373,15 @@ def test_engines_of_a_kv_aware_policy_publish_to_the_router_alone() -> None:
         plan_of({"router.decode_policy": "kv-aware", "decode.data_parallel_size": "2"})
     with pytest.raises(ConfigError, match="--kv-events-config is chosen by kvrelay up"):
         plan_of({"router.policy": "kv-aware", "engine.args": "--kv-events-config {}"})
+
+
+def test_first_tokens_from_p_go_to_the_router_and_engines_show_what_they_add() -> None:
+    for name, value in (("first_token", "prefill"), ("tokenise", "once")):
+        plan = plan_of({name: value})
+        assert after(spec(plan, "router"), "--" + name.replace("_", "-")) == value
+        assert all("--enable-scale-out" in spec(plan, engine).argv for engine in ("P0", "D0"))
+    usual = plan_of({})
+    assert "--enable-scale-out" not in spec(usual, "D0").argv
+    assert "--first-token" not in spec(usual, "router").argv
+    with pytest.raises(ConfigError, match="cannot go on from a prefill engine's token"):
+        plan_of({"first_token": "prefill", "connector": "nixl"})

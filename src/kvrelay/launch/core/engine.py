@@ -14,6 +14,8 @@ VALUE_FIELDS = (
     "dtype", "kv_cache_dtype", "gpu_memory_utilization", "block_size", "max_model_len", "max_num_batched_tokens",
     "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
 )  # fmt: skip
+SHOWS_REQUESTS = "--enable-scale-out"
+"""Has vLLM show requests as it completes them, among other things that only the router can reach."""
 KV_SIZE_ARGUMENTS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override")
 
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvrelay.errors import ConfigError
 from kvrelay.launch.core import kv_events
-from kvrelay.launch.core.engine import DEFAULT_CPU_KV_BYTES, engine_arguments, names_of, ranks_of
+from kvrelay.launch.core.engine import DEFAULT_CPU_KV_BYTES, SHOWS_REQUESTS, engine_arguments, names_of, ranks_of
 from kvrelay.launch.core.placement import bind_cores, give_devices
 from kvrelay.profiles.base import EngineSetup
 from kvrelay.router.core.kv.settings import TokenIds
@@ -221,6 +221,8 @@ class _Planner:
             argv += ["--otlp-traces-endpoint", traces_url(endpoint)]
             env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{name}", **env}
         cpu_kv_unsized = not self._facts.devices and "VLLM_CPU_KVCACHE_SPACE" not in env | role.env
+        if self._settings.asks_engines:
+            argv.append(SHOWS_REQUESTS)
         argv += engine_arguments(role, default_kv_bytes=DEFAULT_CPU_KV_BYTES if cpu_kv_unsized else None)
         return ProcessSpec(
             name=name,

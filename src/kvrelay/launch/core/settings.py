@@ -230,6 +230,11 @@ class UpSettings(Settings):
         return PROFILES.get(self.connector)
 
     @property
+    def asks_engines(self) -> bool:
+        """Whether the router must know what engines add to requests."""
+        return self.first_token is FirstToken.PREFILL or self.tokenise is Tokenising.ONCE
+
+    @property
     def pooled(self) -> bool:
         """Whether there is a process for the pool."""
         return self.profile is not None and self.profile.pool is Pool.PROCESS
