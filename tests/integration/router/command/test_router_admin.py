@@ -15,37 +15,24 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kvrelay.testing.router_processes import WAIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-WAIT_S = 60
-
-
-@pytest.fixture
-def no_blocking() -> None:
-    """These tests are blocking ones, without an event loop."""
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate(timeout=WAIT_S)
+    from kvrelay.testing.router_processes import Processes
 
 
 class Stack:
     """A router by a configuration file in front of three fake engines, of which it is told two."""
 
-    def __init__(self, processes: list[subprocess.Popen[str]], folder: Path) -> None:
-        self._processes = processes
-        self.engines = [self._start("kvrelay.testing.fake_engine")[1].split()[-1] for _ in range(3)]
+    def __init__(self, processes: Processes, folder: Path) -> None:
+        self.engines = processes.engines(3)
         self.file, token = folder / "router.toml", folder / "token"
         token.write_text("sesame\n")
         self.configure([self.engines[0]], [self.engines[1]])
         flags = ["--config", str(self.file), "--port", "0", "--admin-port", "0", "--admin-token-file", str(token)]
-        self.router, line = self._start("kvrelay", "router", "serve", *flags)
+        self.router, line = processes.start("kvrelay", "router", "serve", *flags)
         found = re.search(r"ready: (http://\S+) .*, admin (http://\S+)", line)
         assert found is not None, self.router.communicate(timeout=WAIT_S)
         self.url, self.admin = found[1], found[2]
@@ -72,16 +59,9 @@ class Stack:
             assert time.monotonic() < deadline, self.names()
             time.sleep(0.02)
 
-    def _start(self, *args: str) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, "-m", *args]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self._processes.append(process)
-        assert process.stdout is not None
-        return process, process.stdout.readline()
-
 
 @pytest.fixture
-def stack(processes: list[subprocess.Popen[str]], tmp_path: Path) -> Iterator[Stack]:
+def stack(processes: Processes, tmp_path: Path) -> Iterator[Stack]:
     made = Stack(processes, tmp_path)
     yield made
     made.client.close()
@@ -176,15 +156,9 @@ def test_a_bad_configuration_file_is_refused_with_all_its_problems_and_nothing_c
     assert "the new configuration is refused, and nothing changes: " in errors
 
 
-def test_where_no_file_was_given_there_is_nothing_to_reload(processes: list[subprocess.Popen[str]]) -> None:
-    flags = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:10", "--port", "0", "--admin-port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvrelay", "router", "serve", *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    processes.append(process)
-    assert process.stdout is not None
-    url = process.stdout.readline().split()[-1]
+def test_where_no_file_was_given_there_is_nothing_to_reload(processes: Processes) -> None:
+    process, line = processes.serve("--admin-port", "0")
+    url = line.split()[-1]
     process.send_signal(signal.SIGHUP)
     answer = httpx.post(f"{url}/reload", timeout=WAIT_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "config")
@@ -192,20 +166,14 @@ def test_where_no_file_was_given_there_is_nothing_to_reload(processes: list[subp
 
 
 def test_every_worker_goes_over_to_a_new_configuration_and_one_that_is_started_again_begins_with_it(
-    processes: list[subprocess.Popen[str]], tmp_path: Path
+    processes: Processes, tmp_path: Path
 ) -> None:
     """1. Two workers. 2. The file changes, SIGHUP. 3. Both have the new engine. 4. One is killed: so has its heir."""
     file = tmp_path / "router.toml"
     file.write_text('prefill = ["http://127.0.0.1:9"]\ndecode = ["http://127.0.0.1:10"]\n')
-    command = [sys.executable, "-m", "kvrelay", "router", "serve", "--config", str(file), "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--workers", "2"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    processes.append(process)
-    assert process.stdout is not None
-    found = re.search(r"http://\S+", process.stdout.readline())
-    assert found is not None
-    port = httpx.URL(found[0]).port
+    command = ["router", "serve", "--config", str(file), "--port", "0", "--workers", "2"]
+    process, line = processes.start("kvrelay", *command)
+    port = httpx.URL(processes.url_in(line, process)).port
 
     def urls() -> set[str]:
         views = httpx.get(f"http://127.0.0.1:{port}/health", timeout=WAIT_S).json()["engines"]

@@ -4,48 +4,21 @@ from __future__ import annotations
 
 import http.client
 import os
-import re
 import signal
 import ssl
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvrelay.router.core.admission.keys import ID_BYTES, SALT_BYTES, SECRET_BYTES, hash_secret, make_secret
 from kvrelay.testing.certificates import Authority
+from kvrelay.testing.router_processes import WAIT_S, children
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-WAIT_S = 60
-
-
-@pytest.fixture
-def no_blocking() -> None:
-    """These tests are blocking ones, without an event loop."""
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate(timeout=WAIT_S)
-
-
-def start(processes: list[subprocess.Popen[str]], *args: str) -> tuple[subprocess.Popen[str], str]:
-    """A process and its first line, which it prints when it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    )
-    processes.append(process)
-    assert process.stdout is not None
-    return process, process.stdout.readline()
+    from kvrelay.testing.router_processes import Processes
 
 
 def make_key(file: Path, name: str) -> str:
@@ -66,21 +39,15 @@ def status(port: int, context: ssl.SSLContext, secret: str) -> int:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_keys_and_certificates_are_asked_for_and_read_again(
-    processes: list[subprocess.Popen[str]], tmp_path: Path, workers: str
-) -> None:
+def test_keys_and_certificates_are_asked_for_and_read_again(processes: Processes, tmp_path: Path, workers: str) -> None:
     authority, keys = Authority(tmp_path), tmp_path / "keys.toml"
     pair = authority.server("localhost")
     first = make_key(keys, "first")
-    urls = [start(processes, "kvrelay.testing.fake_engine")[1].split()[-1] for _ in range(2)]
-    process, line = start(
-        processes, "kvrelay", "router", "serve", "--prefill", urls[0], "--decode", urls[1], "--port", "0",
+    process, url = processes.router(
         "--keys-file", str(keys), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--workers", workers,
         "--max-concurrent", "4",
     )  # fmt: skip
-    found = re.search(r"ready: https://127\.0\.0\.1:(\d+) ", line)
-    assert found is not None, process.communicate(timeout=WAIT_S)
-    port, context = int(found[1]), ssl.create_default_context(cafile=str(authority.ca))
+    port, context = int(url.rpartition(":")[2]), ssl.create_default_context(cafile=str(authority.ca))
     assert status(port, context, first) == 200
     second = make_key(keys, "second")
     assert status(port, context, second) == 401
@@ -97,21 +64,15 @@ def test_keys_and_certificates_are_asked_for_and_read_again(
     assert process.returncode == 0
 
 
-def test_a_worker_that_takes_anothers_place_knows_the_keys_of_today(
-    processes: list[subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_worker_that_takes_anothers_place_knows_the_keys_of_today(processes: Processes, tmp_path: Path) -> None:
     """1. A key is withdrawn, and all workers know. 2. They crash, and others are started. 3. It is still withdrawn."""
     authority, keys = Authority(tmp_path), tmp_path / "keys.toml"
     pair = authority.server("localhost")
     withdrawn = make_key(keys, "withdrawn")
-    urls = [start(processes, "kvrelay.testing.fake_engine")[1].split()[-1] for _ in range(2)]
-    process, line = start(
-        processes, "kvrelay", "router", "serve", "--prefill", urls[0], "--decode", urls[1], "--port", "0",
-        "--keys-file", str(keys), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--workers", "2",
-    )  # fmt: skip
-    found = re.search(r"ready: https://127\.0\.0\.1:(\d+) ", line)
-    assert found is not None, process.communicate(timeout=WAIT_S)
-    port, context = int(found[1]), ssl.create_default_context(cafile=str(authority.ca))
+    process, url = processes.router(
+        "--keys-file", str(keys), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--workers", "2"
+    )
+    port, context = int(url.rpartition(":")[2]), ssl.create_default_context(cafile=str(authority.ca))
     assert status(port, context, withdrawn) == 200
     keys.unlink()
     kept = make_key(keys, "kept")
@@ -128,14 +89,7 @@ def test_a_worker_that_takes_anothers_place_knows_the_keys_of_today(
         assert status(port, context, withdrawn) == 401
 
 
-def children(process: subprocess.Popen[str]) -> set[int]:
-    return set(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-
-
-def test_who_listens_for_others_without_keys_or_tls_is_warned(processes: list[subprocess.Popen[str]]) -> None:
-    process, _ = start(
-        processes, "kvrelay", "router", "serve", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2",
-        "--port", "0", "--host", "0.0.0.0",
-    )  # fmt: skip
+def test_who_listens_for_others_without_keys_or_tls_is_warned(processes: Processes) -> None:
+    process, _ = processes.serve("--host", "0.0.0.0")
     process.terminate()
     assert "0.0.0.0 can be reached from other machines" in process.communicate(timeout=WAIT_S)[1]

@@ -3,63 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kvrelay.testing.router_processes import WAIT_S, ask
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-WAIT_S = 30
-
-
-@pytest.fixture
-def no_blocking() -> None:
-    """These tests are blocking ones, without an event loop."""
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate(timeout=WAIT_S)
-
-
-def start(processes: list[subprocess.Popen[str]], *args: str) -> tuple[subprocess.Popen[str], str]:
-    """A process and its first line, which it prints when it is ready."""
-    process = subprocess.Popen([sys.executable, "-m", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes.append(process)
-    assert process.stdout is not None
-    return process, process.stdout.readline()
-
-
-def start_stack(processes: list[subprocess.Popen[str]], *more: str) -> tuple[subprocess.Popen[str], str]:
-    urls = [start(processes, "kvrelay.testing.fake_engine")[1].split()[-1] for _ in range(2)]
-    process, line = start(
-        processes, "kvrelay", "router", "serve", "--prefill", urls[0], "--decode", urls[1], "--port", "0", *more
-    )
-    found = re.search(r"ready: (http://127\.0\.0\.1:\d+)", line)
-    assert found is not None, process.communicate(timeout=WAIT_S)
-    return process, found[1]
-
-
-def ask(url: str) -> str:
-    """The hand-over's id."""
-    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        assert answer.status == 200
-        handover: str = answer.headers["x-kvrelay-handover"]
-        return handover
+    from kvrelay.testing.router_processes import Processes
 
 
 def lines_of(path: Path, count: int) -> list[dict[str, str]]:
@@ -71,19 +28,17 @@ def lines_of(path: Path, count: int) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_it_serves_and_ends_in_order(processes: list[subprocess.Popen[str]]) -> None:
-    router, url = start_stack(processes)
+def test_it_serves_and_ends_in_order(processes: Processes) -> None:
+    router, url = processes.router()
     assert ask(url).startswith("ho-")
     router.send_signal(signal.SIGTERM)
     assert router.wait(WAIT_S) == 0
 
 
-def test_sighup_opens_the_access_log_again_and_the_router_goes_on(
-    processes: list[subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_sighup_opens_the_access_log_again_and_the_router_goes_on(processes: Processes, tmp_path: Path) -> None:
     """1. logrotate renames the file. 2. It sends SIGHUP. 3. What comes then is in a new file."""
     log = tmp_path / "access.log"
-    router, url = start_stack(processes, "--access-log", str(log))
+    router, url = processes.router("--access-log", str(log))
     first = ask(url)
     lines_of(log, 1)
     old = log.rename(tmp_path / "access.log.1")
@@ -94,11 +49,9 @@ def test_sighup_opens_the_access_log_again_and_the_router_goes_on(
     assert [line["handover"] for line in lines_of(old, 1)] == [first]
 
 
-def test_workers_write_one_access_log_and_open_it_again_together(
-    processes: list[subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_workers_write_one_access_log_and_open_it_again_together(processes: Processes, tmp_path: Path) -> None:
     log = tmp_path / "access.log"
-    router, url = start_stack(processes, "--workers", "2", "--access-log", str(log))
+    router, url = processes.router("--workers", "2", "--access-log", str(log))
     first = {ask(url) for _ in range(6)}
     assert {line["handover"] for line in lines_of(log, 6)} == first
     old = log.rename(tmp_path / "access.log.1")
@@ -114,8 +67,8 @@ def test_workers_write_one_access_log_and_open_it_again_together(
     assert first <= written <= first | second
 
 
-def test_the_access_log_may_be_standard_output(processes: list[subprocess.Popen[str]]) -> None:
-    router, url = start_stack(processes, "--access-log", "-")
+def test_the_access_log_may_be_standard_output(processes: Processes) -> None:
+    router, url = processes.router("--access-log", "-")
     handover = ask(url)
     assert router.stdout is not None
     assert json.loads(router.stdout.readline())["handover"] == handover
