@@ -39,6 +39,9 @@ DISAGGREGATED = (
     *ENGINE, "--prefill-max-num-batched-tokens", str(PREFILL_STEP_TOKENS), "--pool-size", "256MiB", "--on-exit", "wait",
 )  # fmt: skip
 
+SHOWS = ("--engine-args=--enable-scale-out",)
+"""Engines show what they add to requests: what first tokens from P need."""
+
 PATIENCE = """\
 [router]
 args = ["--ticket-timeout", "10"]
@@ -144,7 +147,7 @@ def _standing(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
     try:
         yield {
             "reference": runs.start("ref", tiny_model, *ENGINE, "--connector", "none"),
-            "stack": runs.start("pd", tiny_model, *DISAGGREGATED, "--prefill", "1", "--decode", "1"),
+            "stack": runs.start("pd", tiny_model, *DISAGGREGATED, *SHOWS, "--prefill", "1", "--decode", "1"),
         }
     finally:
         runs.stop()
