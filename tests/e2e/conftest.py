@@ -146,7 +146,7 @@ def _standing(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
     runs = Runs(tmp_path_factory.mktemp("e2e"))
     try:
         yield {
-            "reference": runs.start("ref", tiny_model, *ENGINE, "--connector", "none"),
+            "reference": runs.start("ref", tiny_model, *ENGINE, *SHOWS, "--connector", "none"),
             "stack": runs.start("pd", tiny_model, *DISAGGREGATED, *SHOWS, "--prefill", "1", "--decode", "1"),
         }
     finally:

@@ -9,6 +9,7 @@ import pytest
 from asking import ask, assert_nothing_held, assert_same, completion, eventually, proof, tokens
 
 from kvrelay.client.blocking import PoolClient
+from kvrelay.connector.core.sync_loads import REST_CLAIMS
 from kvrelay.testing.stack import Counters
 
 if TYPE_CHECKING:
@@ -17,18 +18,32 @@ if TYPE_CHECKING:
 LENGTHS = [33, 64, 65, 150, 257, 513, 1025]
 
 
+def sync_loads(stack: RunningStack) -> float:
+    return Counters(stack.decode_urls[0]).total("kvrelay:sync_loads_total")
+
+
+def until_d_loads_synchronously(stack: RunningStack) -> None:
+    """After a load that failed, such as another test's, so many are asynchronous."""
+    before = sync_loads(stack)
+    for number in range(2 * REST_CLAIMS):
+        ask(stack, completion(stack.model_name, tokens(40, "rest", number)))
+        if sync_loads(stack) > before:
+            return
+    pytest.fail(f"no load of {2 * REST_CLAIMS} was synchronous")
+
+
 def test_small_sealed_prompts_are_loaded_in_the_step_that_claims_them(
     stack: RunningStack, reference: RunningStack
 ) -> None:
-    before = Counters(stack.decode_urls[0]).total("kvrelay:sync_loads_total")
+    until_d_loads_synchronously(stack)
+    before = sync_loads(stack)
     for length in LENGTHS:
         question = completion(stack.model_name, tokens(length, "sync-loads", length))
         answer = ask(stack, question)
         assert_same(answer, ask(reference, question), length)
         told = proof(stack, answer)
         assert (told["handed_over_tokens"], told["recomputed_tokens"]) == (length - 1, 1), told
-    counted = Counters(stack.decode_urls[0])
-    assert counted.total("kvrelay:sync_loads_total") - before >= len(LENGTHS) / 2
+    assert sync_loads(stack) - before >= len(LENGTHS) / 2
     assert_nothing_held(stack)
 
 

@@ -100,8 +100,9 @@ def test_what_does_not_fit_in_memory_comes_back_from_below(pool: PoolProcess, tr
         fill_slowly(client, 160)
         assert client.stat()["objects"] < 70
         assert read_back(client, range(160)) == list(range(160))
-        prefix = client.count_prefix([name(number) for number in range(160)])
-        assert prefix.below == 160
+        names = [name(number) for number in range(160)]
+        # A lookup that a tier fails at, such as a store that is late, is a miss: all is still there for the next.
+        until(lambda: client.count_prefix(names).below == 160, "all is counted below")
         assert client.stat()["corrupt"] == 0
 
 
