@@ -48,6 +48,7 @@ def front(stack: RunningStack, *arguments: str, decode: str = "") -> Iterator[Fr
     """Start a router and wait until it says that it serves; end it afterwards."""
     engines = ["--prefill", stack.prefill_urls[0], "--decode", decode or stack.decode_urls[0]]
     command = [sys.executable, "-m", "kvrelay", "router", "serve", "--port", "0", "--pool", stack.pool_address]
+    command += ["--ticket-timeout", "10"]  # as the stack's own router: see PATIENCE
     with subprocess.Popen([*command, *engines, *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
