@@ -22,7 +22,9 @@ from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvrelay.profiles.base import Profile
 
 MAX_REPREFILLS = 8
 MAX_WORKERS = 256
@@ -215,26 +217,26 @@ def _dispatch_problems(settings: RouterSettings) -> Iterator[str]:
     ways = [way.value for way in Dispatch]
     if settings.dispatch not in ways:
         yield f"--dispatch {settings.dispatch!r} is unknown: choose one of {', '.join(ways)}"
-    elif settings.dispatch == Dispatch.OVERLAPPED:
+    elif (needs := _NEEDS.get(Dispatch(settings.dispatch))) is not None:
+        able, lacking, told = needs
         profile = PROFILES.get(settings.connector)
-        if profile is not None and not profile.overlaps:
-            able = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.overlaps))
+        if profile is not None and not able(profile):
+            others = ", ".join(sorted(name for name, profile in PROFILES.items() if able(profile)))
             yield (
-                f"--dispatch overlapped: with --connector {settings.connector} decode engines cannot follow a prefill "
-                f"that is still going on; choose sequential, or one of these connectors: {able}"
+                f"--dispatch {settings.dispatch}: with --connector {settings.connector} decode engines {lacking}; "
+                f"choose sequential, or one of these connectors: {others}"
             )
         elif settings.pool is None:
-            yield "--dispatch overlapped needs --pool, through which the decode side follows; or: sequential"
-    elif settings.dispatch == Dispatch.DECODE_FIRST:
-        profile = PROFILES.get(settings.connector)
-        if profile is not None and not profile.tells_of_losses:
-            able = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.tells_of_losses))
-            yield (
-                f"--dispatch decode-first: with --connector {settings.connector} decode engines do not tell what they "
-                f"lack; choose sequential, or one of these connectors: {able}"
-            )
-        elif settings.pool is None:
-            yield "--dispatch decode-first needs --pool, through which the decode side tells; or: sequential"
+            yield f"--dispatch {settings.dispatch} needs --pool, through which the decode side {told}; or: sequential"
+
+
+_NEEDS: dict[Dispatch, tuple[Callable[[Profile], bool], str, str]] = {
+    Dispatch.OVERLAPPED: (
+        lambda profile: profile.overlaps, "cannot follow a prefill that is still going on", "follows",
+    ),
+    Dispatch.DECODE_FIRST: (lambda profile: profile.tells_of_losses, "do not tell what they lack", "tells"),
+}  # fmt: skip
+"""For each: what a connector must be able to do, how its engines are described without it, what the pool is for."""
 
 
 def _first_token_problems(settings: RouterSettings) -> Iterator[str]:
