@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvrelay import __version__
-from kvrelay.admin.answers import Refused, bearer, tell_errors
+from kvrelay.admin.answers import bearer
+from kvrelay.admin.app import new_app, probes
 from kvrelay.errors import NotFoundError
 from kvrelay.pool.admin import models
 from kvrelay.pool.core.pool import DEFAULT_TENANT
@@ -18,6 +18,8 @@ from kvrelay.wire.limits import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastapi import FastAPI
 
     from kvrelay.admin.bridge import Bridge
     from kvrelay.pool.admin.control import Control
@@ -32,40 +34,23 @@ def make_app(
     control: Control, bridge: Bridge, metrics: Callable[[], Callable[[], bytes]], token: str | None
 ) -> FastAPI:
     """The API. ``metrics`` is called in the pool's loop, what it returns then outside of it."""
-    app = FastAPI(
-        title="kvrelay pool admin API",
-        version=__version__,
-        description="Looks into a running pool and manages it. Keys are hexadecimal, sizes are bytes.",
-        docs_url=None,
-        redoc_url=None,
-        responses={status: {"model": Refused} for status in (401, 404, 422, 503, 504)},
+    app = new_app(
+        "pool",
+        "Looks into a running pool and manages it. Keys are hexadecimal, sizes are bytes.",
+        (401, 404, 422, 503, 504),
     )
-    tell_errors(app)
-    app.include_router(_open_routes(control, bridge))
+    app.include_router(
+        probes(
+            bridge,
+            lambda: control.draining,
+            ready="Whether the pool takes new objects: 503 while it drains.",
+            refusal="the pool is draining: it takes no new objects",
+        )
+    )
     guarded: list[Any] = [Depends(bearer(token))] if token is not None else []
     app.include_router(_looking(control, bridge, metrics), dependencies=guarded)
     app.include_router(_managing(control, bridge), dependencies=guarded)
     return app
-
-
-def _open_routes(control: Control, bridge: Bridge) -> APIRouter:
-    """For probes, which have no token: they learn nothing but this."""
-    router = APIRouter(tags=["probes"])
-
-    @router.get("/health")
-    async def health() -> models.Health:
-        """Whether the pool's loop answers."""
-        await bridge.call(lambda: None)
-        return models.Health(status="ok")
-
-    @router.get("/ready")
-    async def ready() -> models.Health:
-        """Whether the pool takes new objects: 503 while it drains."""
-        if await bridge.call(lambda: control.draining):
-            raise HTTPException(503, "the pool is draining: it takes no new objects")
-        return models.Health(status="ok")
-
-    return router
 
 
 def _looking(control: Control, bridge: Bridge, metrics: Callable[[], Callable[[], bytes]]) -> APIRouter:

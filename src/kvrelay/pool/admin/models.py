@@ -7,12 +7,6 @@ from pydantic import Field
 from kvrelay.admin.answers import Model
 
 
-class Health(Model):
-    """Whether the pool serves."""
-
-    status: str = Field(description="ok, draining or failing")
-
-
 class Stat(Model):
     """Gauges and counters, by the names of `kvrelay pool stat`."""
 

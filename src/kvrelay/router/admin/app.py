@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query
+from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvrelay import __version__
-from kvrelay.admin.answers import Refused, bearer, tell_errors
+from kvrelay.admin.answers import bearer
+from kvrelay.admin.app import new_app, probes
 from kvrelay.errors import ConfigError
 from kvrelay.router.admin import models
 from kvrelay.router.core.fleet import Role, parse_address
@@ -18,6 +18,8 @@ from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastapi import FastAPI
 
     from kvrelay.admin.bridge import Bridge
     from kvrelay.router.config import RouterConfig
@@ -29,40 +31,23 @@ def make_app(
     service: RouterService, bridge: Bridge, read_config: Callable[[], RouterConfig] | None, token: str | None
 ) -> FastAPI:
     """The API. ``read_config``: reads flags and configuration file again, in any thread; None without a file."""
-    app = FastAPI(
-        title="kvrelay router admin API",
-        version=__version__,
-        description="Looks at the engines of a running router and changes who they are.",
-        docs_url=None,
-        redoc_url=None,
-        responses={status: {"model": Refused} for status in (400, 401, 404, 409, 422, 503, 504)},
+    app = new_app(
+        "router",
+        "Looks at the engines of a running router and changes who they are.",
+        (400, 401, 404, 409, 422, 503, 504),
     )
-    tell_errors(app)
-    app.include_router(_open_routes(service, bridge))
+    app.include_router(
+        probes(
+            bridge,
+            lambda: service.draining,
+            ready="Whether the router takes requests: 503 once it is told to stop.",
+            refusal="the router is draining: it ends soon",
+        )
+    )
     guarded: list[Any] = [Depends(bearer(token))] if token is not None else []
     app.include_router(_looking(service, bridge), dependencies=guarded)
     app.include_router(_managing(service, bridge, read_config), dependencies=guarded)
     return app
-
-
-def _open_routes(service: RouterService, bridge: Bridge) -> APIRouter:
-    """For probes, which have no token: they learn nothing but this."""
-    router = APIRouter(tags=["probes"])
-
-    @router.get("/health")
-    async def health() -> models.Health:
-        """Whether the router's loop answers."""
-        await bridge.call(lambda: None)
-        return models.Health(status="ok")
-
-    @router.get("/ready")
-    async def ready() -> models.Health:
-        """Whether the router takes requests: 503 once it is told to stop."""
-        if await bridge.call(lambda: service.draining):
-            raise HTTPException(503, "the router is draining: it ends soon")
-        return models.Health(status="ok")
-
-    return router
 
 
 def _looking(service: RouterService, bridge: Bridge) -> APIRouter:

@@ -11,12 +11,6 @@ from kvrelay.admin.answers import Model
 RoleName = Literal["prefill", "decode"]
 
 
-class Health(Model):
-    """Whether the router serves."""
-
-    status: str = Field(description="ok")
-
-
 class EngineView(Model):
     """One engine, as it is now."""
 
