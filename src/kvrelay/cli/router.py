@@ -192,6 +192,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         resilience=router_resilience.read(args),
         admin=router_resilience.read_admin(args),
         entrance=router_entrance.settings_of(args),
+        engine_tls=router_entrance.read_engine_tls(args),
     )
 
 

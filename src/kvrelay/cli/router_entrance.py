@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvrelay.router.entrance.settings import ENGINE_KEY_VARIABLE, FORWARD, EntranceSettings
+from kvrelay.transport.tls import TlsConfig
 
 if TYPE_CHECKING:
     import argparse
@@ -49,6 +50,24 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
         "--cors-origin", action="append", default=[], metavar="ORIGIN",
         help="pages of this origin may use the router from browsers, * for all; repeat for more",
     )  # fmt: skip
+    serve.add_argument(
+        "--engine-tls-ca", metavar="FILE",
+        help="PEM file of authorities that engines' certificates come from, where their URLs are https (the system's)",
+    )  # fmt: skip
+    serve.add_argument("--engine-tls-cert", metavar="FILE", help="PEM file of the certificate chain shown to engines")
+    serve.add_argument(
+        "--engine-tls-key", metavar="FILE", help="PEM file of its private key (in --engine-tls-cert if not given)"
+    )
+    serve.add_argument(
+        "--engine-tls-name", metavar="NAME", help="the name in the engines' certificates (the host of each one's URL)"
+    )
+
+
+def read_engine_tls(args: argparse.Namespace) -> TlsConfig:
+    """What was given of TLS towards engines."""
+    return TlsConfig(
+        ca=args.engine_tls_ca, cert=args.engine_tls_cert, key=args.engine_tls_key, server_name=args.engine_tls_name
+    )
 
 
 def settings_of(args: argparse.Namespace) -> EntranceSettings:

@@ -15,9 +15,11 @@ from kvrelay.router.core.kv.settings import KvSettings, kv_problems
 from kvrelay.router.core.observing.settings import Observing, observing_problems
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.core.routing import RoutingSettings, routing_problems
+from kvrelay.router.engine_tls import engine_tls_problems
 from kvrelay.router.entrance.settings import EntranceConfig, EntranceSettings, check_entrance
 from kvrelay.router.tracing import tracing_problem
 from kvrelay.transport.address import parse_address as parse_pool_address
+from kvrelay.transport.tls import TlsConfig
 from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 from kvrelay.wire.limits import MAX_LEASE_S
 
@@ -60,6 +62,7 @@ class RouterSettings(Struct, frozen=True, kw_only=True):
     resilience: Resilience = Resilience()
     entrance: EntranceSettings = EntranceSettings()
     admin: AdminSettings = AdminSettings()
+    engine_tls: TlsConfig = TlsConfig()
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
@@ -91,6 +94,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     resilience: Resilience
     entrance: EntranceConfig
     admin: Admin | None
+    engine_tls: TlsConfig = TlsConfig()
 
 
 def check_settings(settings: RouterSettings) -> RouterConfig:
@@ -154,6 +158,8 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         conditional=settings.routing.disaggregate_above != "0",
     )  # fmt: skip
     entrance = check_entrance(settings.entrance, problems, workers=settings.workers)
+    tls_used = admin is not None or any(address.tls for address in prefills + decodes)
+    problems += engine_tls_problems(settings.engine_tls, used=tls_used)
     problems += _first_token_problems(settings)
     problems += _tokenise_problems(settings)
     if problems:
@@ -185,6 +191,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         resilience=settings.resilience,
         entrance=entrance,
         admin=admin,
+        engine_tls=settings.engine_tls,
     )
 
 

@@ -14,6 +14,7 @@ from kvrelay.router.core.health import is_engine_fault
 from kvrelay.router.core.picker import Picker
 from kvrelay.router.core.policy.base import NO_REQUEST
 from kvrelay.router.core.policy.registry import DEFAULT, make_policy
+from kvrelay.router.engine_tls import EngineTls
 from kvrelay.router.errors import EngineError, EngineUnreachableError
 from kvrelay.router.http.messages import render
 from kvrelay.router.http.upstream import EngineClient
@@ -87,11 +88,12 @@ class Engines:
         policies: Mapping[Role, Policy] | None = None,
         header_rules: HeaderRules | None = None,
         budget: BudgetSettings | None = None,
+        tls: EngineTls | None = None,
     ) -> None:
         """Connections are made when first needed. ``policies``: each role's own; the default's if not given.
 
         ``header_rules``: which of a client's headers reach engines; None for all that are about the request.
-        ``budget``: how many requests may be sent to another engine.
+        ``budget``: how many requests may be sent to another engine. ``tls``: for those whose URL is https.
         """
         self.header_rules = header_rules
         self.prefills = tuple(prefills)
@@ -103,9 +105,8 @@ class Engines:
         policies = policies or {role: make_policy(DEFAULT, role) for role in Role}
         self.pickers = {role: Picker(policy, random.Random()) for role, policy in policies.items()}  # noqa: S311
         self._connect_timeout_s = connect_timeout_s
-        self._clients = {
-            engine.address: EngineClient(engine.address, connect_timeout_s=connect_timeout_s) for engine in self.all
-        }
+        self.tls = tls or EngineTls()
+        self._clients = {engine.address: self._make_client(engine) for engine in self.all}
         self._eased = asyncio.Event()
         """Set when an engine may have become idle."""
 
@@ -281,7 +282,7 @@ class Engines:
 
     def join(self, engine: Engine) -> None:
         """An engine that is asked from now on."""
-        self._clients[engine.address] = EngineClient(engine.address, connect_timeout_s=self._connect_timeout_s)
+        self._clients[engine.address] = self._make_client(engine)
         self._metrics.joined(engine)
 
     def change_role(self, engine: Engine, moved: Engine) -> None:
@@ -326,9 +327,12 @@ class Engines:
     def _client(self, engine: Engine) -> EngineClient:
         client = self._clients.get(engine.address)
         if client is None:  # it has left since it was picked
-            client = EngineClient(engine.address, connect_timeout_s=self._connect_timeout_s)
+            client = self._make_client(engine)
             client.close()
         return client
+
+    def _make_client(self, engine: Engine) -> EngineClient:
+        return EngineClient(engine.address, connect_timeout_s=self._connect_timeout_s, tls=self.tls)
 
     def close(self) -> None:
         """Close all connections."""

@@ -19,6 +19,7 @@ from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
 from kvrelay.router.core.roster import Roster, wanted
 from kvrelay.router.core.wishes import read_time_limit
+from kvrelay.router.engine_tls import EngineTls
 from kvrelay.router.engines import Engines
 from kvrelay.router.entrance.gate import Gate
 from kvrelay.router.entrance.tls import make_context, renew
@@ -84,6 +85,7 @@ class RouterService:
         self.engines = engines = Engines(
             prefills, decodes, connect_timeout_s=config.connect_timeout_s, metrics=metrics, budget=resilience.budget,
             header_rules=rules_of(config.observing.headers, own=config.entrance.own_headers), policies=policies,
+            tls=EngineTls(config.engine_tls),
         )  # fmt: skip
         self.kv = make_hub(config.kv, policies.values(), metrics.kv)
         self._prober = Prober(engines, resilience.probe_interval_s)
@@ -266,6 +268,7 @@ class RouterService:
             ConfigError: a file cannot be used; what was in use stays.
         """
         await self._gate.reload()
+        await self.engines.tls.renew()
         if self._context is not None and self._config.entrance.tls is not None:
             renew(self._context, self._config.entrance.tls)
 

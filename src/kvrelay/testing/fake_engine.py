@@ -30,6 +30,7 @@ from kvrelay.testing import fake_answers
 from kvrelay.testing.fake_dialects import MESSAGES, RESPONSES, Dialects
 
 if TYPE_CHECKING:
+    import ssl
     from typing import Any
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
@@ -252,12 +253,23 @@ class FakeEngine:
         self._transports: set[asyncio.Transport] = set()
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._server: asyncio.Server | None = None
+        self._scheme = "http"
 
     @classmethod
-    async def start(cls, *, host: str = "127.0.0.1", port: int = 0, default: Behaviour | None = None) -> Self:
-        """Listen; port 0 takes a free one."""
+    async def start(
+        cls,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        default: Behaviour | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> Self:
+        """Listen; port 0 takes a free one. ``tls``: a server's context, to speak TLS."""
         engine = cls(default)
-        engine._server = await asyncio.get_running_loop().create_server(lambda: _Connection(engine), host, port)
+        engine._scheme = "http" if tls is None else "https"
+        engine._server = await asyncio.get_running_loop().create_server(
+            lambda: _Connection(engine), host, port, ssl=tls
+        )
         return engine
 
     async def stop(self) -> None:
@@ -278,7 +290,7 @@ class FakeEngine:
     @property
     def url(self) -> str:
         """For ``--prefill`` or ``--decode``."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def script(self, *behaviours: Behaviour) -> None:
         """What becomes of the next POSTs, in turn."""

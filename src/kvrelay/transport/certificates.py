@@ -1,6 +1,6 @@
 """Who speaks TLS with which certificates: the contexts of pools, their clients, and routers.
 
-Between a pool and its clients TLS 1.3 only: both ends are ours. A router's clients may speak 1.2.
+Between a pool and its clients TLS 1.3 only: both ends are ours. A router's clients, and engines, may speak 1.2.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def client_context(config: TlsConfig) -> ssl.SSLContext:
-    """What a client needs to speak TLS: the pool's certificate and host name are verified.
+def client_context(config: TlsConfig, *, minimum: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLContext:
+    """What a client needs to speak TLS: the server's certificate and host name are verified.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -26,7 +26,7 @@ def client_context(config: TlsConfig) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=config.ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"ca {config.ca!r} is no PEM file of authorities: {reason_of(error)}") from None
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.minimum_version = minimum
     if config.cert is not None:
         _load_chain(context, config.cert, config.key)
     elif config.key is not None:

@@ -257,13 +257,18 @@ def reason_of(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def does_not_speak(error: ssl.SSLError) -> bool:
+    """Whether the other end answered something else than TLS."""
+    return any(name in (error.reason or "") for name in _PLAIN)
+
+
 def explain(error: ssl.SSLError) -> str:
     """What an error of TLS means, in words."""
     reason = error.reason or str(error)
     for name, words in _ALERTS.items():
         if name in reason:
             return words
-    if any(name in reason for name in _PLAIN):
+    if does_not_speak(error):
         return (
             "the other end does not speak TLS: connect with tls:HOST:PORT to a pool with TLS, tcp:HOST:PORT to others"
         )

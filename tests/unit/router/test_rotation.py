@@ -176,6 +176,8 @@ def test_only_what_is_the_engines_fault_is_held_against_it(status: int, *, fault
         ("http://a:1/", Address("a", 1)),
         ("http://a:1/vllm/", Address("a", 1, "/vllm")),
         ("http://[::1]:2", Address("::1", 2)),
+        ("https://a:1", Address("a", 1, tls=True)),
+        ("https://a/vllm", Address("a", 443, "/vllm", tls=True)),
     ],
 )
 def test_engine_urls_are_understood(url: str, expected: Address) -> None:
@@ -183,7 +185,7 @@ def test_engine_urls_are_understood(url: str, expected: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "a:1", "ftp://a", "https://a", "http://", "http://a:0", "http://a:x", "http://a:99999", "http://u@a",
+    "url", ["", "a:1", "ftp://a", "https://", "http://", "http://a:0", "http://a:x", "http://a:99999", "http://u@a",
             "http://a?b", "http://a#b", "http://a b", "http://ä"],
 )  # fmt: skip
 def test_other_urls_are_refused_by_name(url: str) -> None:
@@ -193,3 +195,4 @@ def test_other_urls_are_refused_by_name(url: str) -> None:
 
 def test_an_ipv6_address_is_bracketed_in_urls() -> None:
     assert parse_address("http://[::1]:2").url == "http://[::1]:2"
+    assert parse_address("https://[::1]").url == "https://[::1]:443"

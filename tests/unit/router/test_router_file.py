@@ -55,7 +55,7 @@ def test_without_a_file_flags_are_all_there_is() -> None:
 
 def test_every_problem_of_the_file_and_of_its_values_is_told(file: Path) -> None:
     text = """
-    decode = ["http://d:1", "https://d:2"]
+    decode = ["http://d:1", "ftp://d:2"]
     decode_timout = 5
     drain_timeout = "long"
     max_body_mib = 1.5
@@ -76,7 +76,7 @@ def test_every_problem_of_the_file_and_of_its_values_is_told(file: Path) -> None
         "host = 5", "write a string",
         "colocated_fallback = 'yes'", "write true or false",
         "config (from", "unknown setting",
-        "--retry-share 7 is out of range", "engines are reached over plain http://", "no --prefill is given",
+        "--retry-share 7 is out of range", "'ftp://d:2' is not an engine's URL", "no --prefill is given",
     ):  # fmt: skip
         assert problem in told
 

@@ -36,7 +36,7 @@ class NewEngine(Model):
     """An engine that is to join."""
 
     role: RoleName
-    url: str = Field(description="http://HOST:PORT, maybe with a path")
+    url: str = Field(description="http:// or https://HOST:PORT, maybe with a path")
     name: str = Field(default="", description="its name in headers and metrics; the next of its role if empty")
 
 

@@ -31,6 +31,7 @@ class Address(Struct, frozen=True):
     host: str
     port: int
     base: str = ""
+    tls: bool = False
 
     @property
     def authority(self) -> str:
@@ -41,11 +42,11 @@ class Address(Struct, frozen=True):
     @property
     def url(self) -> str:
         """The whole of it, in one spelling."""
-        return f"http://{self.authority}{self.base}"
+        return f"http{'s' * self.tls}://{self.authority}{self.base}"
 
 
 def parse_address(url: str) -> Address:
-    """An engine's URL: ``http://HOST:PORT`` with, maybe, a base path.
+    """An engine's URL: ``http://HOST:PORT`` or ``https://HOST:PORT`` with, maybe, a base path.
 
     Raises:
         BadRequestError: it is something else; the message says what.
@@ -55,10 +56,8 @@ def parse_address(url: str) -> Address:
         port = parts.port
     except ValueError as error:
         raise BadRequestError(f"{url!r} is not a URL ({error}): write http://HOST:PORT") from None
-    if parts.scheme == "https":
-        raise BadRequestError(f"{url!r}: engines are reached over plain http://; put TLS in front of the router")
-    if parts.scheme != "http" or not parts.hostname:
-        raise BadRequestError(f"{url!r} is not an engine's URL: write http://HOST:PORT")
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise BadRequestError(f"{url!r} is not an engine's URL: write http://HOST:PORT or https://HOST:PORT")
     if port == 0:
         raise BadRequestError(f"{url!r}: port 0 is nobody's: write http://HOST:PORT")
     if (
@@ -69,7 +68,8 @@ def parse_address(url: str) -> Address:
         or any(c.isspace() for c in url)
     ):
         raise BadRequestError(f"{url!r}: only a host, a port and a path may be given: write http://HOST:PORT")
-    return Address(host=parts.hostname, port=port or 80, base=parts.path.rstrip("/"))
+    tls = parts.scheme == "https"
+    return Address(host=parts.hostname, port=port or (443 if tls else 80), base=parts.path.rstrip("/"), tls=tls)
 
 
 class Engine:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 
+from kvrelay.errors import ConfigError
 from kvrelay.router.core.framing import response_problem
+from kvrelay.router.engine_tls import why_not
 from kvrelay.router.errors import EngineError, EngineLostError, EngineUnreachableError
 from kvrelay.router.http.call import Call
 from kvrelay.router.http.deadline import Deadline
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvrelay.router.core.fleet import Address
+    from kvrelay.router.engine_tls import EngineTls
     from kvrelay.router.http.messages import Headers
 
 MAX_IDLE = 256
@@ -132,7 +135,7 @@ class _Connection(asyncio.Protocol):
         self.deadline.close()
         if self._call is None:
             return
-        if self._in_body and not self._framed and exc is None:
+        if self._in_body and not self._framed and exc is None and self._client.cuts_show:
             self._complete = True
             self._finish(reusable=False)
             return
@@ -222,9 +225,12 @@ class _Connection(asyncio.Protocol):
 class EngineClient:
     """The connections to one engine."""
 
-    def __init__(self, address: Address, *, connect_timeout_s: float) -> None:
-        """Connects when first needed. ``connect_timeout_s``: for each new connection."""
+    def __init__(self, address: Address, *, connect_timeout_s: float, tls: EngineTls) -> None:
+        """Connects when first needed. ``connect_timeout_s``: for each new connection, with its TLS handshake."""
         self._address = address
+        self._tls = tls
+        self.cuts_show = not address.tls
+        """Whether an answer that is cut short shows as that, where only the connection's end tells the answer's."""
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
@@ -301,7 +307,8 @@ class EngineClient:
         connection = _Connection(self, loop)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                await loop.create_connection(lambda: connection, self._address.host, self._address.port)
+                options: Any = await self._tls.options(self._address)
+                await loop.create_connection(lambda: connection, self._address.host, self._address.port, **options)
         except asyncio.CancelledError:
             connection.abort()  # it may have been made at this very moment
             raise
@@ -311,7 +318,9 @@ class EngineClient:
                 f"no connection to {self._address.url} in {self._connect_timeout_s:g} s"
             ) from None
         except OSError as error:
-            raise EngineUnreachableError(f"no connection to {self._address.url}: {error}") from None
+            raise EngineUnreachableError(f"no connection to {self._address.url}: {why_not(error)}") from None
+        except ConfigError as error:
+            raise EngineUnreachableError(f"no connection to {self._address.url}: --engine-tls-{error}") from None
         return connection
 
     @staticmethod
