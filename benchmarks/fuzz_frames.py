@@ -1,17 +1,15 @@
-"""Coverage-guided fuzzing of the frame decoder: ``make fuzz ARGS=-max_total_time=300``. Needs the extra ``fuzz``.
+"""Coverage-guided fuzzing of the frame decoder: ``make fuzz ARGS=-max_total_time=300``.
 
-The first byte says how many follow that say how the rest, the stream, is cut. Arguments are libFuzzer's. A finding
-makes the process end with a traceback and leaves the input in a file ``crash-...``.
+Needs the extra ``fuzz``. What must hold of every stream is in `kvrelay.testing.frame_stream`; the rest in `fuzzing`.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import atheris
+
+from fuzzing import fuzz
 
 with atheris.instrument_imports(include=["kvrelay.wire", "kvrelay.testing.frame_stream"]):
     from kvrelay.testing.frame_stream import check
@@ -22,13 +20,8 @@ if TYPE_CHECKING:
     from kvrelay.wire.base import Message
 
 
-def one(data: bytes) -> None:
-    count = data[0] % 8 if data else 0
-    check(data[1 + count :], [1 + size for size in data[1 : 1 + count]])
-
-
-def write_seeds(directory: Path) -> None:
-    """Valid streams to start from."""
+def seeds() -> list[bytes]:
+    """Valid streams."""
     u64s = (5).to_bytes(8, "little")
     messages: list[tuple[Message, bytes]] = [
         (m.Hello(1, [1], "fuzz"), b""),
@@ -43,15 +36,11 @@ def write_seeds(directory: Path) -> None:
         (m.Post(10, "ticket", b"note"), b""),
     ]
     streams = [encode(message, len(payload)) + payload for message, payload in messages]
-    for number, stream in enumerate([*streams, b"".join(streams)]):
-        (directory / f"seed-{number}").write_bytes(b"\x02\x03\x11" + stream)
+    return [*streams, b"".join(streams)]
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as corpus:
-        write_seeds(Path(corpus))
-        atheris.Setup([*sys.argv, "-max_len=4096", corpus], one)
-        atheris.Fuzz()
+    fuzz(check, seeds())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 or ``{"error": ..}``. Operations time themselves, so the pipe is in no figure. Standard output belongs to the answers:
 whatever native code prints goes to standard error.
 
-Standard library and NumPy only, besides the peer: this file does not import kvrelay.
+Standard library and NumPy only, besides the peer: this file does not import kvrelay. Drivers take `children` from the
+folder above, which ``PYTHONPATH`` has to name.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Mooncake(Driver):
         self._child(hold, environment).wait_until(ready.exists, "the client that lends the segment")
 
     def _child(self, command: list[str], environment: dict[str, str]) -> Child:
-        child = Child(command, self._directory.name, environment)
+        child = Child(command, self._directory.name, environment=environment)
         self._children.append(child)
         return child
 

@@ -56,7 +56,7 @@ class Nixl(Driver):
         self.allocate(batch_bytes)
         where = Path(self._directory.name) / "metadata"
         hold = [sys.executable, __file__, "hold", str(batch_bytes), str(where)]
-        self._child = Child(hold, self._directory.name, dict(os.environ))
+        self._child = Child(hold, self._directory.name, environment=dict(os.environ))
         self._child.wait_until(where.exists, "the far NIXL agent")
         base, metadata = where.read_text().split()
         self._far_base = int(base)

@@ -8,8 +8,9 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from children import free_ports
 from router_bench.messages import Hop, ask
-from router_bench.processes import ROUTER_CORE, Process, free_ports
+from router_bench.processes import ROUTER_CORE, Process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +51,7 @@ class Router:
             command = [str(PEERS / PEER), "--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "error"]
             legs += ["--prometheus-port", str(spare)]
         self._bench = bench
-        self.process = Process(
-            name, [*command, *legs, *extra], bench.directory, place=ROUTER_CORE, priority=bench.priority
-        )
+        self.process = Process([*command, *legs, *extra], bench.directory, place=ROUTER_CORE, priority=bench.priority)
         try:
             self.process.wait_until(self._healthy, name)
         except BaseException as error:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from router_bench.processes import LOAD_CORE, Process, free_ports, on_core
+from children import free_ports
+from router_bench.processes import LOAD_CORE, Process, on_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -102,7 +103,7 @@ class Engines:
             str(bench.chunks),
             mode,
         ]
-        self.process = Process("engines", command, bench.directory, place=LOAD_CORE, priority=bench.priority)
+        self.process = Process(command, bench.directory, place=LOAD_CORE, priority=bench.priority)
 
     @property
     def urls(self) -> tuple[str, str]:

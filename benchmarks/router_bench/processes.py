@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from children import Child, end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 ROUTER_CORE, LOAD_CORE = 0, 1
 """Places in the list of cores this process may use: the router has the first to itself."""
 NATIVE = Path(__file__).parent / "native"
-START_S, STOP_S = 30.0, 10.0
-_PR_SET_PDEATHSIG = 1
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -53,21 +50,12 @@ def cores() -> list[int]:
     return found[:2]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
-
-
 def on_core(place: int, priority: int) -> Callable[[], None]:
     """What a child does first: stay on that core, at that nice value, and end with us."""
     core = cores()[place]
 
     def prepare() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         os.setsid()
         os.sched_setaffinity(0, {core})
         if priority:
@@ -78,32 +66,11 @@ def on_core(place: int, priority: int) -> Callable[[], None]:
     return prepare
 
 
-class Process:
-    """A server on one core; its output goes to a file that an error quotes."""
+class Process(Child):
+    """A server on one core, and what it uses."""
 
-    def __init__(self, name: str, command: Sequence[str], directory: Path, *, place: int, priority: int) -> None:
-        self.log = directory / f"{name}.log"
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                preexec_fn=on_core(place, priority),  # noqa: PLW1509 - no threads here
-            )
-
-    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Ask ``ready`` until it says yes.
-
-        Raises:
-            RuntimeError: the process ended, or was not ready in time.
-        """
-        end = time.monotonic() + START_S
-        while not ready():
-            if self._process.poll() is not None or time.monotonic() > end:
-                tail = self.log.read_text(errors="replace")[-600:]
-                raise RuntimeError(f"{what} did not start (status {self._process.poll()}): {tail}")
-            time.sleep(0.05)
+    def __init__(self, command: Sequence[str], directory: Path, *, place: int, priority: int) -> None:
+        super().__init__(command, directory, prepare=on_core(place, priority))
 
     def cpu_s(self) -> float:
         """Processor time of the process and those below it, so far."""
@@ -124,15 +91,10 @@ class Process:
             os.kill(pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it."""
+        """End it, paused or not."""
         if self._process.poll() is None:
             self.resume()
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(STOP_S)
+        super().stop()
 
 
 def _tree(pid: int) -> Iterator[int]:

@@ -1,4 +1,7 @@
-"""Processes a driver starts: quiet, logged to a file, ended with it."""
+"""Servers a benchmark starts: quiet, logged to a file, ended with it.
+
+Standard library only: the peers' drivers, which run in an environment of their own, start theirs with it too.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +31,33 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def _die_with_parent() -> None:
+def end_with_parent() -> None:
+    """What a child does first: be killed when the one that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Child:
     """A server process; its output goes to a file that an error quotes."""
 
-    def __init__(self, command: Sequence[str], directory: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: str | Path,
+        *,
+        environment: dict[str, str] | None = None,
+        prepare: Callable[[], None] = end_with_parent,
+    ) -> None:
+        """``prepare``: what the child does before it is the command."""
         self.log = Path(tempfile.mkstemp(prefix="child-", suffix=".log", dir=directory)[1])
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 cwd=directory,
                 env=environment,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - no threads here yet
+                preexec_fn=prepare,  # noqa: PLW1509 - no threads here yet
             )
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
@@ -56,20 +68,20 @@ class Child:
         """
         end = time.monotonic() + START_S
         while not ready():
-            if self.process.poll() is not None or time.monotonic() > end:
-                tail = self.log.read_text(errors="replace")[-400:]
-                raise RuntimeError(f"{what} did not start (status {self.process.poll()}): {tail}")
+            if self._process.poll() is not None or time.monotonic() > end:
+                tail = self.log.read_text(errors="replace")[-600:]
+                raise RuntimeError(f"{what} did not start (status {self._process.poll()}): {tail}")
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End it."""
-        if self.process.poll() is None:
-            self.process.terminate()
+        """End it; may be called twice."""
+        if self._process.poll() is None:
+            self._process.terminate()
             try:
-                self.process.wait(STOP_S)
+                self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(STOP_S)
+                self._process.kill()
+                self._process.wait(STOP_S)
 
 
 def answers(port: int) -> bool:
