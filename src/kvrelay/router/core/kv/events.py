@@ -50,36 +50,22 @@ class AllBlocksCleared(Struct, tag=True, gc=False, frozen=True):
     """The whole cache is empty."""
 
 
-class _StoredArray(Struct, tag="BlockStored", array_like=True, gc=False, frozen=True):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-
-
-class _RemovedArray(Struct, tag="BlockRemoved", array_like=True, gc=False, frozen=True):
-    block_hashes: list[int | bytes]
-    medium: str | None = None
-    group_idx: int | None = None
-    locality: str | None = None
-
-
-class _ClearedArray(Struct, tag="AllBlocksCleared", array_like=True, gc=False, frozen=True):
-    pass
-
-
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class Batch(Struct, gc=False):
+class _StoredArray(BlockStored, tag="BlockStored", array_like=True, gc=False, frozen=True):
+    pass
+
+
+class _RemovedArray(BlockRemoved, tag="BlockRemoved", array_like=True, gc=False, frozen=True):
+    pass
+
+
+class _ClearedArray(AllBlocksCleared, tag="AllBlocksCleared", array_like=True, gc=False, frozen=True):
+    pass
+
+
+class Batch(Struct, array_like=True, gc=False):
     """What one engine step changed."""
 
     ts: float
@@ -89,19 +75,13 @@ class Batch(Struct, gc=False):
     """Which of an engine's data-parallel ranks, if it says."""
 
 
-class _Maps(Struct, array_like=True):
-    ts: float
-    events: list[CacheEvent]
-    data_parallel_rank: int | None = None
-
-
-class _Arrays(Struct, array_like=True):
+class _Arrays(Struct, array_like=True, gc=False):
     ts: float
     events: list[_StoredArray | _RemovedArray | _ClearedArray]
-    data_parallel_rank: int | None = None
+    rank: int | None = None
 
 
-_decode_maps = msgspec.msgpack.Decoder(_Maps).decode
+_decode_maps = msgspec.msgpack.Decoder(Batch).decode
 _decode_arrays = msgspec.msgpack.Decoder(_Arrays).decode
 
 
@@ -112,19 +92,10 @@ def decode_batch(payload: bytes) -> Batch:
         ProtocolError: it is none of ours, or of a kind that is not known here.
     """
     try:
-        maps = _decode_maps(payload)
+        return _decode_maps(payload)
     except msgspec.MsgspecError as problem:
         try:
             arrays = _decode_arrays(payload)
         except msgspec.MsgspecError:
             raise ProtocolError(f"not a batch of KV cache events: {problem}") from None
-        return Batch(arrays.ts, [_as_map(event) for event in arrays.events], arrays.data_parallel_rank)
-    return Batch(maps.ts, maps.events, maps.data_parallel_rank)
-
-
-def _as_map(event: _StoredArray | _RemovedArray | _ClearedArray) -> CacheEvent:
-    if isinstance(event, _StoredArray):
-        return BlockStored(*msgspec.structs.astuple(event))
-    if isinstance(event, _RemovedArray):
-        return BlockRemoved(*msgspec.structs.astuple(event))
-    return AllBlocksCleared()
+    return Batch(arrays.ts, [*arrays.events], arrays.rank)
