@@ -17,7 +17,8 @@ from asking import completion, eventually, tokens
 from kvrelay.client.blocking import PoolClient
 from kvrelay.identity.core.chunks import chain_seed, prompt_chunks
 from kvrelay.identity.core.namespace import namespace
-from kvrelay.identity.weights import DigestCache, weights_identity
+from kvrelay.identity.digests import DigestCache
+from kvrelay.identity.weights import weights_identity
 from kvrelay.launch.host import free_ports
 from kvrelay.testing.models import change_one_weight
 from kvrelay.testing.pool import pool_process

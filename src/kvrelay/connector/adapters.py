@@ -20,7 +20,7 @@ from kvrelay.identity.adapters import adapter_digest, adapter_stamp
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvrelay.identity.weights import DigestCache
+    from kvrelay.identity.digests import DigestCache
 
 
 @dataclass(frozen=True, slots=True)

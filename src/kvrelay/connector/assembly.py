@@ -28,7 +28,8 @@ from kvrelay.connector.scheduler_side import SchedulerSide
 from kvrelay.connector.staging import Staging
 from kvrelay.connector.worker_side import WorkerSide
 from kvrelay.errors import ConfigError
-from kvrelay.identity.weights import DigestCache, default_cache_file, weights_identity
+from kvrelay.identity.digests import DigestCache, default_cache_file
+from kvrelay.identity.weights import weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError
-from kvrelay.identity.weights import WEIGHT_SUFFIXES
+from kvrelay.identity.core.weights import ADAPTER_SUFFIXES, digest_of_files
+from kvrelay.identity.digests import files_ending_in, stamp
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvrelay.identity.weights import DigestCache
-
-ADAPTER_SUFFIXES = (*WEIGHT_SUFFIXES, ".tensors", "adapter_config.json")
-"""Rank, scaling and target modules are in the configuration: they are weights, too."""
+    from kvrelay.identity.digests import DigestCache
 
 
 def adapter_files(folder: Path) -> list[Path]:
     """Files that say what an adapter computes, sorted. Raises `ConfigError` if there are none."""
     try:
-        files = sorted(path for path in folder.iterdir() if path.name.endswith(ADAPTER_SUFFIXES) and path.is_file())
+        files = files_ending_in(folder, ADAPTER_SUFFIXES)
     except OSError as error:
         raise ConfigError(f"no adapter in {str(folder)!r}: {error}") from error
     if not files:
@@ -30,17 +27,11 @@ def adapter_files(folder: Path) -> list[Path]:
 
 def adapter_stamp(folder: Path) -> str:
     """What the file system says of an adapter's files; a change of any of them changes it. Raises `ConfigError`."""
-    told = []
-    for path in adapter_files(folder):
-        seen = path.stat()
-        told.append(f"{path.name}:{seen.st_dev}:{seen.st_ino}:{seen.st_size}:{seen.st_mtime_ns}:{seen.st_ctime_ns}")
-    return "\n".join(told)
+    return "\n".join(f"{path.name}:{stamp(path.stat())}" for path in adapter_files(folder))
 
 
 def adapter_digest(folder: Path, cache: DigestCache) -> str:
     """SHA-256 over names and content of an adapter's files. Raises `ConfigError` if they change meanwhile."""
-    total = sha256()
-    for path in adapter_files(folder):
-        total.update(f"{len(path.name)}:{path.name}:{cache.digest(path)}\n".encode())
+    digest = digest_of_files((path.name, cache.digest(path)) for path in adapter_files(folder))
     cache.save()
-    return total.hexdigest()
+    return digest

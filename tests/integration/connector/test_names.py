@@ -13,7 +13,7 @@ pytest.importorskip("numpy")
 from kvrelay.connector.adapters import Adapter, Adapters
 from kvrelay.errors import ConfigError
 from kvrelay.identity.core.chunks import Extra
-from kvrelay.identity.weights import DigestCache
+from kvrelay.identity.digests import DigestCache
 from kvrelay.testing.paged_engine import PagedEngine
 from kvrelay.types import Reason
 

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.connector.adapters import Adapter, Adapters
 from kvrelay.errors import ConfigError
 from kvrelay.identity.adapters import adapter_digest, adapter_stamp
-from kvrelay.identity.weights import DigestCache
+from kvrelay.identity.digests import DigestCache
 
 if TYPE_CHECKING:
     from pathlib import Path

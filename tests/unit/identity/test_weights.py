@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvrelay.errors import ConfigError
-from kvrelay.identity import weights
+from kvrelay.identity import digests
 from kvrelay.identity.core.chunks import chain_seed, prompt_chunks
 from kvrelay.identity.core.namespace import namespace
-from kvrelay.identity.weights import DigestCache, default_cache_file, weights_identity
+from kvrelay.identity.digests import DigestCache, default_cache_file
+from kvrelay.identity.weights import weights_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +87,7 @@ def test_swapped_shards_are_other_weights(model: Path, cache_file: Path) -> None
 
 def test_an_unchanged_file_is_read_once(model: Path, cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = identity(model, cache_file)
-    monkeypatch.setattr(weights, "_read_digest", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr(digests, "_read_digest", lambda path: pytest.fail(f"{path} was read again"))
     assert identity(model, cache_file) == first
 
 
@@ -153,7 +154,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
         path.write_bytes(b"longer and longer" * 100)
         return "digest"
 
-    monkeypatch.setattr(weights, "_read_digest", read_and_change)
+    monkeypatch.setattr(digests, "_read_digest", read_and_change)
     with pytest.raises(ConfigError, match="changed while its digest was computed"):
         identity(model, cache_file)
 
@@ -161,3 +162,11 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
 def test_the_cache_lies_where_xdg_says() -> None:
     assert str(default_cache_file({"XDG_CACHE_HOME": "/x"})) == "/x/kvrelay/weights.json"
     assert str(default_cache_file({"HOME": "/h"})) == "/h/.cache/kvrelay/weights.json"
+
+
+def test_the_name_of_given_weights_is_the_same_in_every_release(tmp_path: Path, cache_file: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(b"one")
+    (folder / "b.safetensors").write_bytes(b"two")
+    assert identity(folder, cache_file) == "sha256:d03f08432003f65529f2cecfc88b6de54a52c71da6e1a6f48238d0404fc647ec"
