@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -34,140 +35,126 @@ class RouterMetrics:
         """``engines``: whose series exist from the start."""
         self.registry = registry = CollectorRegistry()
         self.kv = KvMetrics(registry)
-        self.requests = Counter(
-            "kvrelay_router_requests", "Requests answered, by endpoint and outcome",
-            ("endpoint", "outcome"), registry=registry,
-        )  # fmt: skip
-        self._engine_requests = Counter(
-            "kvrelay_router_engine_requests", "Requests sent to an engine", ("role", "engine"), registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, buckets=SECONDS, registry=registry)
+        self.requests = counter(
+            "kvrelay_router_requests", "Requests answered, by endpoint and outcome", ("endpoint", "outcome")
         )
-        self._engine_failures = Counter(
-            "kvrelay_router_engine_failures", "Requests an engine did not do its part of, by reason",
-            ("role", "engine", "reason"), registry=registry,
-        )  # fmt: skip
-        self._resting = Gauge(
-            "kvrelay_router_engine_resting", "1 while an engine is passed over after failures",
-            ("role", "engine"), registry=registry, merged="max",
-        )  # fmt: skip
-        self._picks = Counter(
-            "kvrelay_router_picks", "Engines chosen, by policy and by why it chose them",
-            ("role", "policy", "why"), registry=registry,
-        )  # fmt: skip
-        self.decisions = Counter(
-            "kvrelay_router_decisions", "Prompts by whether they were worth a prefill engine, and why",
-            ("decision", "why"), registry=registry,
-        )  # fmt: skip
-        self.disaggregate_above = Gauge(
-            "kvrelay_router_disaggregate_above_tokens", "Longer prompts are worth a prefill engine, as things stand",
-            registry=registry, merged="max",
-        )  # fmt: skip
-        self._in_flight = Gauge(
-            "kvrelay_router_in_flight", "Requests on engines now, by role", ("role",), registry=registry
+        self._engine_requests = counter(
+            "kvrelay_router_engine_requests", "Requests sent to an engine", ("role", "engine")
         )
+        self._engine_failures = counter(
+            "kvrelay_router_engine_failures",
+            "Requests an engine did not do its part of, by reason",
+            ("role", "engine", "reason"),
+        )
+        self._resting = gauge(
+            "kvrelay_router_engine_resting",
+            "1 while an engine is passed over after failures",
+            ("role", "engine"),
+            merged="max",
+        )
+        self._picks = counter(
+            "kvrelay_router_picks", "Engines chosen, by policy and by why it chose them", ("role", "policy", "why")
+        )
+        self.decisions = counter(
+            "kvrelay_router_decisions",
+            "Prompts by whether they were worth a prefill engine, and why",
+            ("decision", "why"),
+        )
+        self.disaggregate_above = gauge(
+            "kvrelay_router_disaggregate_above_tokens",
+            "Longer prompts are worth a prefill engine, as things stand",
+            merged="max",
+        )
+        self._in_flight = gauge("kvrelay_router_in_flight", "Requests on engines now, by role", ("role",))
         self.timings = Timings(engine.name for engine in engines)
         registry.register(_Timings(self.timings))
-        self.detours = Counter(
-            "kvrelay_router_detours",
-            "Departures from prefill on P, decode on D, by reason",
-            ("reason",),
-            registry=registry,
+        self.detours = counter(
+            "kvrelay_router_detours", "Departures from prefill on P, decode on D, by reason", ("reason",)
         )
-        self.first_token = Counter(
+        self.first_token = counter(
             "kvrelay_router_first_tokens",
             "Streams that were to begin with the prefill side's first token, by what came of it",
             ("outcome",),
-            registry=registry,
         )
-        self.prompts_reused = Counter(
+        self.prompts_reused = counter(
             "kvrelay_router_prompts_reused",
             "Requests whose decode leg got the prompt as the prefill engine's token ids",
-            registry=registry,
         )
-        self.cancelled = Counter(
-            "kvrelay_router_cancelled",
-            "Requests whose client went away, by the state they were in",
-            ("state",),
-            registry=registry,
+        self.cancelled = counter(
+            "kvrelay_router_cancelled", "Requests whose client went away, by the state they were in", ("state",)
         )
-        self.tokens = Counter(
-            "kvrelay_router_prompt_tokens", "Prompt tokens by where the decode side's KV came from, as proven",
-            ("source",), registry=registry,
-        )  # fmt: skip
-        self._recomputed = Counter(
-            "kvrelay_router_recomputes", "Engine requests that recomputed what was to be handed over, by reason",
-            ("reason",), registry=registry,
-        )  # fmt: skip
-        self._recomputed_tokens = Counter(
-            "kvrelay_router_recomputed_tokens", "Prompt tokens recomputed on the decode side, by reason, as proven",
-            ("reason",), registry=registry,
-        )  # fmt: skip
-        self.transfer_bytes = Counter(
-            "kvrelay_router_transfer_bytes", "KV bytes the decode side loaded, as proven", registry=registry
+        self.tokens = counter(
+            "kvrelay_router_prompt_tokens",
+            "Prompt tokens by where the decode side's KV came from, as proven",
+            ("source",),
         )
-        self._wait_seconds = Histogram(
-            "kvrelay_router_kv_wait_seconds", "From the decision to load until the KV was there, as proven",
-            buckets=SECONDS, registry=registry,
-        )  # fmt: skip
-        self._transfer_seconds = Histogram(
-            "kvrelay_router_kv_transfer_seconds",
-            "Moving and verifying KV, as proven",
-            buckets=SECONDS,
-            registry=registry,
+        self._recomputed = counter(
+            "kvrelay_router_recomputes",
+            "Engine requests that recomputed what was to be handed over, by reason",
+            ("reason",),
         )
-        self.retries = Counter(
-            "kvrelay_router_retries", "Requests to be sent to another engine after one failed, and whether they were",
-            ("role", "outcome"), registry=registry,
-        )  # fmt: skip
-        self.kv_lost = Counter(
-            "kvrelay_router_kv_lost", "Decode legs broken off since their engine could not have the KV, and what then",
-            ("reason", "action"), registry=registry,
-        )  # fmt: skip
-        self.proofs_missing = Counter(
-            "kvrelay_router_proofs_missing",
-            "Hand-overs of which the decode side told less than expected",
-            registry=registry,
+        self._recomputed_tokens = counter(
+            "kvrelay_router_recomputed_tokens",
+            "Prompt tokens recomputed on the decode side, by reason, as proven",
+            ("reason",),
         )
-        self.pool_up = Gauge(
-            "kvrelay_router_pool_up", "Whether the pool can be reached", registry=registry, merged="min"
+        self.transfer_bytes = counter("kvrelay_router_transfer_bytes", "KV bytes the decode side loaded, as proven")
+        self._wait_seconds = histogram(
+            "kvrelay_router_kv_wait_seconds",
+            "From the decision to load until the KV was there, as proven",
         )
-        self.circuit_open = Gauge(
-            "kvrelay_router_circuit_open",
-            "1 while the pool is too slow to be asked for tickets",
-            registry=registry,
+        self._transfer_seconds = histogram("kvrelay_router_kv_transfer_seconds", "Moving and verifying KV, as proven")
+        self.retries = counter(
+            "kvrelay_router_retries",
+            "Requests to be sent to another engine after one failed, and whether they were",
+            ("role", "outcome"),
+        )
+        self.kv_lost = counter(
+            "kvrelay_router_kv_lost",
+            "Decode legs broken off since their engine could not have the KV, and what then",
+            ("reason", "action"),
+        )
+        self.proofs_missing = counter(
+            "kvrelay_router_proofs_missing", "Hand-overs of which the decode side told less than expected"
+        )
+        self.pool_up = gauge("kvrelay_router_pool_up", "Whether the pool can be reached", merged="min")
+        self.circuit_open = gauge(
+            "kvrelay_router_circuit_open", "1 while the pool is too slow to be asked for tickets", merged="max"
+        )
+        self.engines_apart = gauge(
+            "kvrelay_router_engines_apart",
+            "Engines that can exchange KV with none of those they are meant for",
             merged="max",
         )
-        self.engines_apart = Gauge(
-            "kvrelay_router_engines_apart", "Engines that can exchange KV with none of those they are meant for",
-            registry=registry, merged="max",
-        )  # fmt: skip
-        self.tickets_open = Gauge(
-            "kvrelay_router_tickets_open", "Hand-overs that hold a pool ticket", registry=registry
+        self.tickets_open = gauge("kvrelay_router_tickets_open", "Hand-overs that hold a pool ticket")
+        self.log_lines_dropped = counter(
+            "kvrelay_router_access_log_dropped", "Lines of the access log that could not be written in time"
         )
-        self.log_lines_dropped = Counter(
-            "kvrelay_router_access_log_dropped", "Lines of the access log that could not be written in time",
-            registry=registry,
-        )  # fmt: skip
-        self._spans = Counter(
-            "kvrelay_router_spans", "Spans made, and what became of them: sent to the collector, or refused by it",
-            ("result",), registry=registry,
-        )  # fmt: skip
-        self.turned_away = Counter(
-            "kvrelay_router_turned_away", "Requests refused at the entrance, by reason", ("reason",), registry=registry
+        self._spans = counter(
+            "kvrelay_router_spans",
+            "Spans made, and what became of them: sent to the collector, or refused by it",
+            ("result",),
         )
-        self.waiting = Gauge("kvrelay_router_waiting", "Requests that wait for a slot", registry=registry)
-        self.admitted = Gauge("kvrelay_router_admitted", "Requests that have a slot", registry=registry)
-        self.wait_seconds = Histogram(
-            "kvrelay_router_wait_seconds", "How long requests that were let in had waited for a slot",
-            buckets=SECONDS, registry=registry,
-        )  # fmt: skip
-        self.key_requests = Counter(
-            "kvrelay_router_key_requests", "Requests answered, by the name of their API key and outcome",
-            ("key", "outcome"), registry=registry,
-        )  # fmt: skip
-        self.key_tokens = Counter(
-            "kvrelay_router_key_tokens", "Tokens of keys that are limited in them, as told by answers or estimated",
-            ("key", "kind"), registry=registry,
-        )  # fmt: skip
+        self.turned_away = counter(
+            "kvrelay_router_turned_away", "Requests refused at the entrance, by reason", ("reason",)
+        )
+        self.waiting = gauge("kvrelay_router_waiting", "Requests that wait for a slot")
+        self.admitted = gauge("kvrelay_router_admitted", "Requests that have a slot")
+        self.wait_seconds = histogram(
+            "kvrelay_router_wait_seconds", "How long requests that were let in had waited for a slot"
+        )
+        self.key_requests = counter(
+            "kvrelay_router_key_requests",
+            "Requests answered, by the name of their API key and outcome",
+            ("key", "outcome"),
+        )
+        self.key_tokens = counter(
+            "kvrelay_router_key_tokens",
+            "Tokens of keys that are limited in them, as told by answers or estimated",
+            ("key", "kind"),
+        )
         self.sent = {engine: self._engine_requests.labels(engine.role.value, engine.name) for engine in engines}
         self.in_flight = {role: self._in_flight.labels(role.value) for role in Role}
         self.leg_seconds = {role: self.timings.leg.at(role.value) for role in Role}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay.router.counting import Counter, Gauge, Histogram
@@ -18,41 +19,47 @@ class KvMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """In the router's registry."""
-        self.up = Gauge(
-            "kvrelay_router_kv_events_up", "Whether the publisher of an engine's events is connected", _SOURCE,
-            registry=registry, merged="min",
-        )  # fmt: skip
-        self.events = Counter("kvrelay_router_kv_events", "KV cache events taken", _SOURCE, registry=registry)
-        self.gaps = Counter(
-            "kvrelay_router_kv_event_gaps", "Times that events of an engine were missed", _SOURCE, registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.up = gauge(
+            "kvrelay_router_kv_events_up",
+            "Whether the publisher of an engine's events is connected",
+            _SOURCE,
+            merged="min",
         )
-        self.replays = Counter(
-            "kvrelay_router_kv_event_replays", "Replays of an engine's events that came to their end", _SOURCE,
-            registry=registry,
-        )  # fmt: skip
-        self.forgotten = Counter(
-            "kvrelay_router_kv_forgotten", "Times that what an engine holds was not known any more, by reason",
-            (*_SOURCE, "reason"), registry=registry,
-        )  # fmt: skip
-        self.blocks = Gauge(
-            "kvrelay_router_kv_blocks", "Blocks the engine is known to hold", _SOURCE, registry=registry, merged="max"
+        self.events = counter("kvrelay_router_kv_events", "KV cache events taken", _SOURCE)
+        self.gaps = counter("kvrelay_router_kv_event_gaps", "Times that events of an engine were missed", _SOURCE)
+        self.replays = counter(
+            "kvrelay_router_kv_event_replays", "Replays of an engine's events that came to their end", _SOURCE
         )
-        self.skipped = Counter(
-            "kvrelay_router_kv_blocks_skipped", "Blocks that were published and not indexed, by reason",
-            (*_SOURCE, "reason"), registry=registry,
-        )  # fmt: skip
-        self.lag_seconds = Gauge(
-            "kvrelay_router_kv_lag_seconds", "From the engine's clock to ours, of the last events", _SOURCE,
-            registry=registry, merged="max",
-        )  # fmt: skip
-        self.token_ids = Counter(
-            "kvrelay_router_token_ids", "Requests by where their token ids came from before they were routed",
-            ("source",), registry=registry,
-        )  # fmt: skip
+        self.forgotten = counter(
+            "kvrelay_router_kv_forgotten",
+            "Times that what an engine holds was not known any more, by reason",
+            (*_SOURCE, "reason"),
+        )
+        self.blocks = gauge("kvrelay_router_kv_blocks", "Blocks the engine is known to hold", _SOURCE, merged="max")
+        self.skipped = counter(
+            "kvrelay_router_kv_blocks_skipped",
+            "Blocks that were published and not indexed, by reason",
+            (*_SOURCE, "reason"),
+        )
+        self.lag_seconds = gauge(
+            "kvrelay_router_kv_lag_seconds",
+            "From the engine's clock to ours, of the last events",
+            _SOURCE,
+            merged="max",
+        )
+        self.token_ids = counter(
+            "kvrelay_router_token_ids",
+            "Requests by where their token ids came from before they were routed",
+            ("source",),
+        )
         self.tokenize_seconds = Histogram(
-            "kvrelay_router_tokenize_seconds", "What a request waited for its token ids", ("source",),
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
+            "kvrelay_router_tokenize_seconds",
+            "What a request waited for its token ids",
+            ("source",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
 
     def left(self, engine: str, rank: str) -> None:
         """An engine is gone: so are its series."""
