@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
+from kvrelay.profiles.needs import needs_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.admin import TOKEN_VARIABLE, Admin, AdminSettings
 from kvrelay.router.core.fleet import Address, parse_address
@@ -24,9 +25,8 @@ from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from kvrelay.profiles.base import Profile
+    from collections.abc import Iterator, Sequence
+    from enum import StrEnum
 
 MAX_REPREFILLS = 8
 MAX_WORKERS = 256
@@ -140,7 +140,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
             f"--prefill-timeout {settings.prefill_timeout_s:g} is longer than --handover-timeout"
             f" {settings.handover_timeout_s:g}, which it is a part of: lower the one or raise the other"
         )
-    problems += _size_problems(settings)
+    problems += _count_problems(settings)
     problems += settings.resilience.problems()
     admin = _admin(settings.admin, problems)
     if admin is not None and settings.workers > 1:
@@ -148,8 +148,8 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
             f"--admin-port reaches one worker, and --workers is {settings.workers}: leave it out, and change engines "
             "by --config and SIGHUP, which all workers hear of"
         )
-    problems += _lost_kv_problems(settings)
-    problems += _dispatch_problems(settings)
+    problems += _choice_problems(settings)
+    problems += _need_problems(settings)
     problems += _observing_problems(settings.observing)
     problems += routing_problems(settings.routing, hands_over=profile is None or profile.hands_over)
     engines = [f"P{number}" for number in range(len(prefills))] + [f"D{number}" for number in range(len(decodes))]
@@ -160,8 +160,6 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     entrance = check_entrance(settings.entrance, problems, workers=settings.workers)
     tls_used = admin is not None or any(address.tls for address in prefills + decodes)
     problems += engine_tls_problems(settings.engine_tls, used=tls_used)
-    problems += _first_token_problems(settings)
-    problems += _tokenise_problems(settings)
     if problems:
         raise ConfigError(*problems)
     return RouterConfig(
@@ -195,74 +193,39 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     )
 
 
-def _size_problems(settings: RouterSettings) -> Iterator[str]:
+def _count_problems(settings: RouterSettings) -> Iterator[str]:
     if not 1 <= settings.max_body_mib <= 4096:
         yield f"--max-body-mib {settings.max_body_mib} is out of range: give 1 to 4096"
     if not 1 <= settings.workers <= MAX_WORKERS:
         yield f"--workers {settings.workers} is out of range: give 1 to {MAX_WORKERS}"
-
-
-def _lost_kv_problems(settings: RouterSettings) -> Iterator[str]:
-    policies = [policy.value for policy in OnLostKv]
-    if settings.on_lost_kv not in policies:
-        yield f"--on-lost-kv {settings.on_lost_kv!r} is unknown: choose one of {', '.join(policies)}"
-    elif settings.on_lost_kv != OnLostKv.RECOMPUTE:
-        profile = PROFILES.get(settings.connector)
-        if profile is not None and not profile.tells_of_losses:
-            telling = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.tells_of_losses))
-            yield (
-                f"--on-lost-kv {settings.on_lost_kv}: with --connector {settings.connector} decode engines do not tell "
-                f"of lost KV; choose recompute, or one of these connectors: {telling}"
-            )
-        elif settings.pool is None:
-            yield f"--on-lost-kv {settings.on_lost_kv} needs --pool, through which the decode side tells; or: recompute"
     if not 1 <= settings.max_reprefills <= MAX_REPREFILLS:
         yield f"--max-reprefills {settings.max_reprefills} is out of range: give 1 to {MAX_REPREFILLS}"
 
 
-def _dispatch_problems(settings: RouterSettings) -> Iterator[str]:
-    ways = [way.value for way in Dispatch]
-    if settings.dispatch not in ways:
-        yield f"--dispatch {settings.dispatch!r} is unknown: choose one of {', '.join(ways)}"
-    elif (needs := _NEEDS.get(Dispatch(settings.dispatch))) is not None:
-        able, lacking, told = needs
-        profile = PROFILES.get(settings.connector)
-        if profile is not None and not able(profile):
-            others = ", ".join(sorted(name for name, profile in PROFILES.items() if able(profile)))
-            yield (
-                f"--dispatch {settings.dispatch}: with --connector {settings.connector} decode engines {lacking}; "
-                f"choose sequential, or one of these connectors: {others}"
-            )
-        elif settings.pool is None:
-            yield f"--dispatch {settings.dispatch} needs --pool, through which the decode side {told}; or: sequential"
+def _choice_problems(settings: RouterSettings) -> Iterator[str]:
+    choices: tuple[tuple[str, str, type[StrEnum]], ...] = (
+        ("--on-lost-kv", settings.on_lost_kv, OnLostKv),
+        ("--dispatch", settings.dispatch, Dispatch),
+        ("--first-token", settings.first_token, FirstToken),
+        ("--tokenise", settings.tokenise, Tokenising),
+    )
+    for flag, value, kind in choices:
+        if value not in list(kind):
+            yield f"{flag} {value!r} is unknown: choose one of {', '.join(kind)}"
 
 
-_NEEDS: dict[Dispatch, tuple[Callable[[Profile], bool], str, str]] = {
-    Dispatch.OVERLAPPED: (
-        lambda profile: profile.overlaps, "cannot follow a prefill that is still going on", "follows",
-    ),
-    Dispatch.DECODE_FIRST: (lambda profile: profile.tells_of_losses, "do not tell what they lack", "tells"),
-}  # fmt: skip
-"""For each: what a connector must be able to do, how its engines are described without it, what the pool is for."""
-
-
-def _first_token_problems(settings: RouterSettings) -> Iterator[str]:
-    sources = [source.value for source in FirstToken]
+def _need_problems(settings: RouterSettings) -> Iterator[str]:
     profile = PROFILES.get(settings.connector)
-    if settings.first_token not in sources:
-        yield f"--first-token {settings.first_token!r} is unknown: choose one of {', '.join(sources)}"
-    elif settings.first_token == FirstToken.PREFILL and profile is not None and not profile.continues:
-        able = ", ".join(sorted(name for name, profile in PROFILES.items() if profile.continues))
-        yield (
-            f"--first-token prefill: with --connector {settings.connector} decode engines cannot go on from a prefill "
-            f"engine's token; choose decode, or one of these connectors: {able}"
-        )
-
-
-def _tokenise_problems(settings: RouterSettings) -> Iterator[str]:
-    ways = [way.value for way in Tokenising]
-    if settings.tokenise not in ways:
-        yield f"--tokenise {settings.tokenise!r} is unknown: choose one of {', '.join(ways)}"
+    for need, value in needs_of(settings):
+        flag = f"--{need.setting.replace('_', '-')}"
+        if profile is not None and not need.met_by(profile):
+            able = ", ".join(sorted(name for name, profile in PROFILES.items() if need.met_by(profile)))
+            yield (
+                f"{flag} {value}: with --connector {settings.connector} decode engines {need.lacking}; choose "
+                f"{need.instead}, or one of these connectors: {able}"
+            )
+        elif need.through_pool and settings.pool is None:
+            yield f"{flag} {value} needs --pool, through which the decode side {need.through_pool}; or: {need.instead}"
 
 
 def _addresses(flag: str, urls: Sequence[str], problems: list[str]) -> tuple[Address, ...]:

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from kvrelay.errors import ConfigError
 from kvrelay.launch.core.kv_events import kv_events_problems
 from kvrelay.launch.core.settings import NO_CONNECTOR, UpSettings, flag_of, leaves, variable_of
+from kvrelay.profiles.needs import needs_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.observing.settings import is_collector
 from kvrelay.router.core.routing import routing_problems
 from kvrelay.settings import flatten, nest, toml
-from kvrelay.types import Dispatch, FirstToken, OnLostKv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -149,22 +149,14 @@ def _admin_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
         )
 
 
-def _dispatch_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
-    profile, lacking = settings.profile, ""
-    if settings.dispatch == Dispatch.DECODE_FIRST and not (profile is not None and profile.tells_of_losses):
-        lacking = "do not tell what they lack"
-    if settings.dispatch == Dispatch.OVERLAPPED and not (profile is not None and profile.overlaps):
-        lacking = "cannot follow a prefill that is still going on"
-    if lacking:
-        yield (
-            f"dispatch = {settings.dispatch} (from {names['dispatch']}): with connector {settings.connector} decode "
-            f"engines {lacking}; choose sequential or --connector kvrelay"
-        )
-    if settings.first_token != FirstToken.DECODE and not (profile is not None and profile.continues):
-        yield (
-            f"first_token = {settings.first_token} (from {names['first_token']}): with connector {settings.connector} "
-            "decode engines cannot go on from a prefill engine's token; choose decode or --connector kvrelay"
-        )
+def _need_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
+    profile = settings.profile
+    for need, value in needs_of(settings):
+        if profile is None or not need.met_by(profile):
+            yield (
+                f"{need.setting} = {value} (from {names[need.setting]}): with connector {settings.connector} decode "
+                f"engines {need.lacking}; choose {need.instead} or --connector kvrelay"
+            )
 
 
 def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
@@ -177,18 +169,12 @@ def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
                 "--connector kvrelay"
             )
         counts.pop("prefill")
-    tells = settings.profile is not None and settings.profile.tells_of_losses
-    if settings.on_lost_kv != OnLostKv.RECOMPUTE and not tells:
-        yield (
-            f"on_lost_kv = {settings.on_lost_kv} (from {names['on_lost_kv']}): with connector {settings.connector} "
-            "decode engines do not tell of lost KV; choose recompute or --connector kvrelay"
-        )
     if settings.otlp_endpoint is not None and not is_collector(settings.otlp_endpoint):
         yield (
             f"otlp_endpoint = {settings.otlp_endpoint!r} (from {names['otlp_endpoint']}): it is not a URL; write "
             "http://HOST:4318"
         )
-    yield from _dispatch_problems(settings, names)
+    yield from _need_problems(settings, names)
     yield from _admin_problems(settings, names)
     for problem in routing_problems(settings.router.routing, hands_over=_hands_over(settings.connector)):
         yield f"router: {problem}"
