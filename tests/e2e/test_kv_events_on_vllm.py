@@ -67,10 +67,10 @@ async def test_the_index_agrees_with_the_engine(tiny_model: Path, tmp_path_facto
     ]  # fmt: skip
     rng = random.Random(3)
     bases = [[rng.randrange(10, 2000) for _ in range(900)] for _ in range(6)]
-    hub = KvHub((Publisher("D0", 0, *sockets),), KvIndex(seed=1), KvMetrics(CollectorRegistry()))
+    hub = KvHub(KvIndex(seed=1), KvMetrics(CollectorRegistry()))
     with RunningStack(tiny_model, run_dir / "run", arguments) as stack:
         await asyncio.to_thread(stack.wait_ready, START_S)
-        hub.start({"D0"})
+        hub.start((Publisher("D0", 0, *sockets),))
         try:
             engine = Engine(stack, hub)
             found = []

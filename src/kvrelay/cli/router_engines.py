@@ -32,6 +32,10 @@ def add_parsers(verbs: argparse._SubParsersAction[Any]) -> None:
     add.add_argument("role", choices=("prefill", "decode"))
     add.add_argument("url", metavar="URL", help="such as http://127.0.0.1:8100")
     add.add_argument("--name", default="", help="what it is called (the next of its role)")
+    add.add_argument(
+        "--kv-events", metavar="ENDPOINT[,REPLAY]", action="append",
+        help="where it publishes what its KV cache holds; repeat for more ranks (what the configuration says of it)",
+    )  # fmt: skip
     add.set_defaults(run=_add)
     drain = actions.add_parser("drain", help="send an engine no new requests")
     drain.add_argument("name", metavar="NAME")
@@ -53,9 +57,18 @@ def add_parsers(verbs: argparse._SubParsersAction[Any]) -> None:
     role.add_argument("name", metavar="NAME")
     role.add_argument("role", choices=("prefill", "decode"))
     role.set_defaults(run=_set_role)
+    events = actions.add_parser("set-kv-events", help="listen to an engine's KV cache events there, and nowhere else")
+    events.add_argument("name", metavar="NAME")
+    events.add_argument(
+        "kv_events",
+        metavar="ENDPOINT[,REPLAY]",
+        nargs="*",
+        help="of each data-parallel rank in turn; none to listen no more",
+    )
+    events.set_defaults(run=_set_kv_events)
     reload = verbs.add_parser("reload", help="have a running router read its configuration file again")
     reload.set_defaults(run=_reload)
-    for parser in (listing, add, drain, remove, role, reload):
+    for parser in (listing, add, drain, remove, role, events, reload):
         parser.add_argument("--admin", metavar="URL", default=DEFAULT_URL, help="the router's admin API (%(default)s)")
         parser.add_argument("--admin-token-file", metavar="FILE", help=f"file with its token (or {TOKEN_VARIABLE})")
 
@@ -71,7 +84,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> int:
-    new = {"role": args.role, "url": args.url, "name": args.name}
+    new = {"role": args.role, "url": args.url, "name": args.name, "kv_events": args.kv_events}
     print(_line(_ask(args, "POST", "/engines", new)))
     return 0
 
@@ -97,6 +110,11 @@ def _remove(args: argparse.Namespace) -> int:
 
 def _set_role(args: argparse.Namespace) -> int:
     print(_line(_ask(args, "PUT", f"{_path(args)}/role", {"role": args.role})))
+    return 0
+
+
+def _set_kv_events(args: argparse.Namespace) -> int:
+    print(_line(_ask(args, "PUT", f"{_path(args)}/kv-events", {"kv_events": args.kv_events})))
     return 0
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
 from kvrelay.profiles.needs import needs_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.admin import TOKEN_VARIABLE, Admin, AdminSettings
-from kvrelay.router.core.fleet import Address, parse_address
-from kvrelay.router.core.kv.settings import KvSettings, kv_problems
+from kvrelay.router.core.fleet import Address, KvEndpoint, parse_address
+from kvrelay.router.core.kv.settings import KvSettings, kv_problems, parse_events
 from kvrelay.router.core.observing.settings import Observing, observing_problems
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.core.routing import RoutingSettings, routing_problems
@@ -25,7 +26,7 @@ from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from enum import StrEnum
 
 MAX_REPREFILLS = 8
@@ -86,6 +87,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     dispatch: Dispatch
     routing: RoutingSettings
     kv: KvSettings
+    kv_events: Mapping[Address, tuple[KvEndpoint, ...]]
+    """Where engines publish what their KV caches hold; ``kv.events`` is empty."""
     first_token: FirstToken
     tokenise: Tokenising
     max_body_bytes: int
@@ -152,9 +155,9 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     problems += _need_problems(settings)
     problems += _observing_problems(settings.observing)
     problems += routing_problems(settings.routing, hands_over=profile is None or profile.hands_over)
-    engines = [f"P{number}" for number in range(len(prefills))] + [f"D{number}" for number in range(len(decodes))]
+    kv_events = _kv_events(settings.kv, prefills, decodes, problems)
     problems += kv_problems(
-        settings.kv, settings.routing.policies, engines, pooled=settings.pool is not None,
+        settings.kv, settings.routing.policies, joining=admin is not None, pooled=settings.pool is not None,
         conditional=settings.routing.disaggregate_above != "0",
     )  # fmt: skip
     entrance = check_entrance(settings.entrance, problems, workers=settings.workers)
@@ -180,7 +183,8 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         max_reprefills=settings.max_reprefills,
         dispatch=Dispatch(settings.dispatch),
         routing=settings.routing,
-        kv=settings.kv,
+        kv=replace(settings.kv, events=()),
+        kv_events=kv_events,
         first_token=FirstToken(settings.first_token),
         tokenise=Tokenising(settings.tokenise),
         max_body_bytes=settings.max_body_mib << 20,
@@ -243,6 +247,18 @@ def _addresses(flag: str, urls: Sequence[str], problems: list[str]) -> tuple[Add
         else:
             found.append(address)
     return tuple(found)
+
+
+def _kv_events(
+    settings: KvSettings, prefills: Sequence[Address], decodes: Sequence[Address], problems: list[str]
+) -> Mapping[Address, tuple[KvEndpoint, ...]]:
+    named = {f"{letter}{number}": address for letter, role in (("P", prefills), ("D", decodes))
+             for number, address in enumerate(role)}  # fmt: skip
+    try:
+        return parse_events(settings.events, named)
+    except BadRequestError as error:
+        problems.append(f"--kv-events {error}")
+        return {}
 
 
 def _admin(settings: AdminSettings, problems: list[str]) -> Admin | None:

@@ -17,9 +17,9 @@ from kvrelay.errors import ConflictError
 from kvrelay.router.core.fleet import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from kvrelay.router.core.fleet import Address, Engine
+    from kvrelay.router.core.fleet import Address, Engine, KvEndpoint
     from kvrelay.router.core.roster import Plan, Roster
     from kvrelay.router.engines import Engines
 
@@ -46,6 +46,9 @@ class FleetKeeper:
         self._roster = roster
         self._engines = engines
         self._changed = changed
+        self._configured_events: Mapping[Address, Sequence[KvEndpoint]] = {
+            engine.address: engine.kv_events for engine in roster.engines
+        }
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -57,9 +60,19 @@ class FleetKeeper:
         """See `Roster.find`."""
         return self._roster.find(name)
 
-    def add(self, role: Role, address: Address, name: str = "", *, configured: bool = False) -> Engine:
-        """See `Roster.add`."""
-        engine = self._roster.add(role, address, name, configured=configured)
+    def add(
+        self,
+        role: Role,
+        address: Address,
+        name: str = "",
+        *,
+        configured: bool = False,
+        kv_events: Sequence[KvEndpoint] | None = None,
+    ) -> Engine:
+        """See `Roster.add`. ``kv_events``: None for what the configuration says of the address."""
+        if kv_events is None:
+            kv_events = self._configured_events.get(address, ())
+        engine = self._roster.add(role, address, name, configured=configured, kv_events=kv_events)
         self._engines.join(engine)
         logger.info("%s joins: %s, %s", engine.name, engine.role, engine.address.url)
         self._settle()
@@ -93,6 +106,14 @@ class FleetKeeper:
             self._settle()
         return moved
 
+    def set_kv_events(self, name: str, kv_events: Sequence[KvEndpoint]) -> Engine:
+        """See `Roster.set_kv_events`. What was known of other publishers of the engine is forgotten."""
+        engine = self._roster.find(name)
+        self._roster.set_kv_events(engine, kv_events)
+        logger.info("%s publishes its KV cache events at %s", name, ", ".join(map(str, kv_events)) or "no place")
+        self._settle()
+        return engine
+
     def remove(self, name: str, timeout_s: float) -> Engine:
         """Let an engine go, when nobody needs it or ``timeout_s`` are over; then what is not over is cut off.
 
@@ -105,12 +126,21 @@ class FleetKeeper:
         self._leaving[name] = asyncio.create_task(self._leave(engine, timeout_s))
         return engine
 
-    def plan(self, wanted: Mapping[Address, Role]) -> Plan:
+    def plan(self, wanted: Mapping[Address, Role], kv_events: Mapping[Address, Sequence[KvEndpoint]]) -> Plan:
         """See `Roster.plan`."""
-        return self._roster.plan(wanted)
+        return self._roster.plan(wanted, [where for ranks in kv_events.values() for where in ranks])
 
-    def apply(self, plan: Plan, timeout_s: float) -> Changes:
-        """Carry out a plan made just now. ``timeout_s``: what requests on engines that leave are given."""
+    def apply(
+        self, plan: Plan, timeout_s: float, kv_events: Mapping[Address, Sequence[KvEndpoint]] | None = None
+    ) -> Changes:
+        """Carry out a plan made just now. ``timeout_s``: what requests on engines that leave are given.
+
+        ``kv_events``: where the engines that are configured then publish.
+        """
+        self._configured_events = kv_events = kv_events or {}
+        for engine in self._roster.engines:
+            if engine.configured or engine in plan.keep:  # before others join, who may publish where they did
+                engine.kv_events = tuple(kv_events.get(engine.address, ()))
         added = [self.add(role, address, configured=True).name for role, address in plan.add]
         for engine in plan.keep:
             if engine.leaving:
@@ -121,6 +151,7 @@ class FleetKeeper:
             self.set_role(engine.name, role)
         for engine in plan.remove:
             self.remove(engine.name, timeout_s)
+        self._settle()
         return Changes(
             added,
             [engine.name for engine in plan.keep],

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kvrelay.router.fleet_keeper import Changes
 
 LIVE = frozenset({
-    "prefills", "decodes", "prefill_timeout_s", "handover_timeout_s", "decode_timeout_s", "drain_timeout_s",
-    "on_lost_kv", "max_reprefills", "resilience",
+    "prefills", "decodes", "kv_events", "prefill_timeout_s", "handover_timeout_s", "decode_timeout_s",
+    "drain_timeout_s", "on_lost_kv", "max_reprefills", "resilience",
 })  # fmt: skip
 """What can change while the router runs."""
 

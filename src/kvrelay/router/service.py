@@ -14,6 +14,7 @@ from kvrelay.router.colleagues import Colleagues
 from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role, make_engines
 from kvrelay.router.core.health import HealthSettings
+from kvrelay.router.core.kv.settings import publishers_of
 from kvrelay.router.core.observing.forwarding import rules_of
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
@@ -87,9 +88,12 @@ class RouterService:
             header_rules=rules_of(config.observing.headers, own=config.entrance.own_headers), policies=policies,
             tls=EngineTls(config.engine_tls),
         )  # fmt: skip
-        self.kv = make_hub(config.kv, policies.values(), metrics.kv)
+        self.kv = make_hub(policies.values(), metrics.kv)
+        for engine in engines.all:
+            engine.kv_events = config.kv_events.get(engine.address, ())
         self._prober = Prober(engines, resilience.probe_interval_s)
-        roster = Roster(engines.all, settings, prefills=PROFILES[config.connector].hands_over)
+        hands_over = PROFILES[config.connector].hands_over
+        roster = Roster(engines.all, settings, prefills=hands_over, listens=self.kv is not None)
         self.fleet = FleetKeeper(roster, engines, self._fleet_changed)
         self._engine_names = {engine.name for engine in engines.all}
         self._desk = None
@@ -181,7 +185,7 @@ class RouterService:
             raise
         self._prober.watch(self.engines.all)
         if self.kv is not None:
-            self.kv.start(self._engine_names)
+            self.kv.start(publishers_of(self.engines.all))
 
     @property
     def config(self) -> RouterConfig:
@@ -210,12 +214,12 @@ class RouterService:
         """
         problems = list(fixed_problems(self._config, config))
         try:
-            plan = self.fleet.plan(wanted(config.prefills, config.decodes))
+            plan = self.fleet.plan(wanted(config.prefills, config.decodes), config.kv_events)
         except ConflictError as error:
             problems.append(str(error))
         if problems:
             raise ConfigError(*problems)
-        fleet = self.fleet.apply(plan, config.drain_timeout_s)
+        fleet = self.fleet.apply(plan, config.drain_timeout_s, config.kv_events)
         applied = Applied(fleet, changed(self._config, config))
         self._config, self._resilience = config, config.resilience
         self._disaggregator.timeouts, self._disaggregator.lost_kv = _timeouts(config), _lost_kv(config)
@@ -234,7 +238,7 @@ class RouterService:
         self._prober.watch(everybody)
         self._own.forget_all_but(everybody)
         if self.kv is not None:
-            self.kv.listen_to(self._engine_names)
+            self.kv.listen_to(publishers_of(everybody))
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         def connection() -> Connection:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from kvrelay.errors import ConfigError
+from kvrelay.errors import BadRequestError, ConfigError, ConflictError
+from kvrelay.router.core.fleet import Role, parse_address
 from kvrelay.router.core.kv.index import Source
-from kvrelay.router.core.kv.settings import KvSettings
+from kvrelay.router.core.kv.settings import KvSettings, parse_endpoints
 from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.router.kv import token_ids
 
@@ -191,6 +193,69 @@ async def test_an_engine_that_leaves_is_forgotten_with_its_series(fleet: Start) 
     async with httpx.AsyncClient() as client:
         shown = (await client.get(f"http://127.0.0.1:{started.service.port}/metrics")).text
     assert "kvrelay_router_kv_blocks{" not in shown
+
+
+async def test_an_engine_that_joins_is_listened_to_and_one_that_publishes_elsewhere_known_anew(fleet: Start) -> None:
+    started, other = await fleet(), await FakePublisher.start()
+    keeper = started.service.fleet
+    await other.publish(stored(PROMPT, block_size=16))
+    await started.publisher.publish(stored(PROMPT[:16], block_size=16))
+    await started.holds(1)
+    try:
+        keeper.remove("P0", 0.0)
+        await started.until(lambda: len(keeper.engines) == 2)
+        url = parse_address(started.engines[0].url)
+        keeper.add(Role.PREFILL, url, kv_events=parse_endpoints([f"{other.endpoint},{other.replay}"]))
+        await started.until(lambda: started.index.num_blocks(Source("P2")) == 4)
+        assert await started.prefills() == {"P2"}
+        assert started.index.num_blocks(P1) == 1
+        with pytest.raises(ConflictError, match="P2 publishes at"):
+            keeper.set_kv_events("P1", parse_endpoints([other.endpoint]))
+        keeper.set_kv_events("P2", ())
+        await started.until(lambda: started.index.sources == (P1,))
+        keeper.set_kv_events("P1", parse_endpoints([f"{other.endpoint},{other.replay}"]))
+        await started.holds(4)
+        keeper.set_role("P2", Role.DECODE)
+        assert started.index.num_blocks(P1) == 4
+    finally:
+        await other.stop()
+
+
+async def test_a_new_configuration_says_who_publishes_where_and_what_stays_is_not_forgotten(fleet: Start) -> None:
+    """1. P1 publishes. 2. A configuration names another publisher, of P0: both are known. 3. One without P0, and with
+    P0's publisher for a new decode engine: P0's knowledge is gone at once, P1's was never.
+    """
+    started, other = await fleet(), await FakePublisher.start()
+    service = started.service
+    first, second, third = (parse_address(engine.url) for engine in started.engines)
+    here = parse_endpoints([f"{started.publisher.endpoint},{started.publisher.replay}"])
+    there = parse_endpoints([f"{other.endpoint},{other.replay}"])
+    await other.publish(stored(PROMPT, block_size=16))
+    await started.publisher.publish(stored(PROMPT[:16], block_size=16))
+    await started.holds(1)
+    forgotten = started.metric("forgotten", "P1", "0", "restart")
+    try:
+        config = replace(service.config, kv_events={second: here, first: there})
+        assert service.apply(config).settings == ["kv_events"]
+        await started.until(lambda: started.index.num_blocks(Source("P0")) == 4)
+        new = parse_address(f"http://127.0.0.1:{started.engines[0].port}/other")
+        config = replace(config, prefills=(second,), decodes=(third, new), kv_events={second: here, new: there})
+        service.apply(config)
+        assert Source("P0") not in started.index.sources
+        await started.until(lambda: started.index.num_blocks(Source("D1")) == 4)
+        assert started.index.num_blocks(P1) == 1
+        assert started.metric("forgotten", "P1", "0", "restart") == forgotten
+        service.fleet.add(Role.PREFILL, parse_address("http://127.0.0.1:1"), kv_events=parse_endpoints(["tcp://h:1"]))
+        with pytest.raises(ConfigError, match="which was added, publishes at tcp://h:1 already"):
+            service.apply(replace(config, kv_events={second: parse_endpoints(["tcp://h:1"])}))
+    finally:
+        await other.stop()
+
+
+async def test_where_no_policy_asks_nobody_listens(engine: StartEngine, router: StartRouter) -> None:
+    service = await router([await engine()], [await engine()])
+    with pytest.raises(BadRequestError, match="mean nothing without --policy kv-aware"):
+        service.fleet.set_kv_events("P0", parse_endpoints(["tcp://h:1"]))
 
 
 async def test_what_cannot_be_read_makes_all_forgotten(fleet: Start) -> None:

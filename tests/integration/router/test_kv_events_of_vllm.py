@@ -44,11 +44,11 @@ async def test_what_vllm_publishes_is_understood(tmp_path: Path) -> None:
 
     endpoint, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
     publisher = vllm.ZmqEventPublisher(0, endpoint=endpoint, replay_endpoint=replay, buffer_steps=100)
-    hub = KvHub((Publisher("D0", 0, endpoint, replay),), KvIndex(), KvMetrics(CollectorRegistry()))
+    hub = KvHub(KvIndex(), KvMetrics(CollectorRegistry()))
     try:
         publish(stored(PROMPT[:32], [b"a" * 32, b"b" * 32]))
         publish(stored(PROMPT[32:48], [b"c" * 32], b"b" * 32, extra_keys=[None]))
-        hub.start({"D0"})
+        hub.start((Publisher("D0", 0, endpoint, replay),))
         await holds(hub, 3)
         assert hub.index.cached([*PROMPT, 1]) == {"D0": 48}
         publish(stored(PROMPT[48:], [12345678901234567890], b"c" * 32))

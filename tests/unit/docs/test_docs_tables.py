@@ -142,7 +142,8 @@ def test_requests_of_the_routers_admin_api(tables: Tables) -> None:
 
 def test_settings_of_the_router_that_can_change(prose: dict[str, str]) -> None:
     (listed,) = re.findall(r"These settings can change: (.+?)\.", prose["docs/router-operations.md"], re.DOTALL)
-    names = {"prefill": "prefills", "decode": "decodes", "on_lost_kv": "on_lost_kv", "max_reprefills": "max_reprefills"}
+    names = {"prefill": "prefills", "decode": "decodes", "on_lost_kv": "on_lost_kv", "max_reprefills": "max_reprefills",
+             "kv_events": "kv_events"}  # fmt: skip
     told = {names.get(name) or f"{name}_s" for name in re.findall(r"`(\w+)`", listed)}
     inner = {"request_timeout_s", "first_byte_timeout_s", "probe_interval_s", "retry_share_s", "drain_notice_s"}
     assert told - inner == LIVE - {"resilience"}

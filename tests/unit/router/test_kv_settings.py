@@ -10,8 +10,9 @@ import pytest
 
 from kvrelay.errors import BadRequestError, ConfigError, ProtocolError
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
+from kvrelay.router.core.fleet import KvEndpoint, parse_address
 from kvrelay.router.core.kv.prompts import Remembered, answered_ids, given_ids, question, text_of_completion
-from kvrelay.router.core.kv.settings import KvSettings, Publisher, parse_publishers
+from kvrelay.router.core.kv.settings import KvSettings, parse_endpoints, parse_events
 from kvrelay.router.core.legs import Endpoint, parse_fields
 from kvrelay.router.core.prompts import read_prompt
 from kvrelay.router.core.routing import RoutingSettings
@@ -30,12 +31,23 @@ def check(*events: str, policy: str = "kv-aware", **kv: Any) -> RouterConfig:
     )
 
 
+P0, D0 = parse_address("http://a:1"), parse_address("https://b")
+ENGINES = {"P0": P0, "D0": D0}
+
+
 def test_an_engine_given_again_is_its_next_rank() -> None:
-    assert parse_publishers(["D0=tcp://h:1,tcp://h:2", "P0=ipc:///run/x", "D0=tcp://[::1]:3"]) == (
-        Publisher("D0", 0, "tcp://h:1", "tcp://h:2"),
-        Publisher("P0", 0, "ipc:///run/x"),
-        Publisher("D0", 1, "tcp://[::1]:3"),
-    )
+    assert parse_events(["D0=tcp://h:1,tcp://h:2", "P0=ipc:///run/x", "D0=tcp://[::1]:3"], ENGINES) == {
+        D0: (KvEndpoint("tcp://h:1", "tcp://h:2"), KvEndpoint("tcp://[::1]:3")),
+        P0: (KvEndpoint("ipc:///run/x"),),
+    }
+    assert [str(where) for where in parse_endpoints(["tcp://h:1,tcp://h:2", "tcp://h:3"])] == [
+        "tcp://h:1,tcp://h:2", "tcp://h:3",
+    ]  # fmt: skip
+
+
+def test_an_engine_can_be_called_by_its_url() -> None:
+    events = ["https://b:443/=tcp://h:1", "http://a:1=tcp://h:2"]
+    assert parse_events(events, ENGINES) == {D0: (KvEndpoint("tcp://h:1"),), P0: (KvEndpoint("tcp://h:2"),)}
 
 
 @pytest.mark.parametrize(
@@ -44,14 +56,18 @@ def test_an_engine_given_again_is_its_next_rank() -> None:
 )
 def test_other_spellings_are_refused(text: str) -> None:
     with pytest.raises(BadRequestError, match="write"):
-        parse_publishers([text])
+        parse_events([text], ENGINES)
+    with pytest.raises(BadRequestError, match="write"):
+        parse_endpoints([text])
 
 
 @pytest.mark.parametrize(
     ("events", "more", "problem"),
     [
         ((), {}, "--policy kv-aware needs --kv-events"),
-        (("D7=tcp://h:1",), {}, "no engine is called so; there are P0, D0"),
+        (("D7=tcp://h:1",), {}, "D7=...: no engine is called so; there are P0, D0"),
+        (("http://c:1=tcp://h:1",), {}, "http://c:1=...: no engine is called so"),
+        (("http://=tcp://h:1",), {}, "http://=...: .* is not an engine's URL"),
         (("D0=tcp://h:1", "P0=tcp://h:1"), {}, "tcp://h:1 is given twice"),
         (("D0=tcp://h:1",), {"policy": "random"}, "means nothing without --policy kv-aware"),
         (("D0=tcp://h:1",), {"token_ids": "guess"}, "choose one of engine, off"),

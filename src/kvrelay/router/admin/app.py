@@ -14,6 +14,7 @@ from kvrelay.admin.app import new_app, probes
 from kvrelay.errors import ConfigError
 from kvrelay.router.admin import models
 from kvrelay.router.core.fleet import Role, parse_address
+from kvrelay.router.core.kv.settings import parse_endpoints
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
@@ -80,7 +81,10 @@ def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], 
     async def add(new: models.NewEngine) -> models.EngineView:
         """Let an engine join: it is asked from now on."""
         address = parse_address(new.url)
-        return await bridge.call(lambda: _view(service, fleet.add(Role(new.role), address, new.name)))
+        kv_events = None if new.kv_events is None else parse_endpoints(new.kv_events)
+        return await bridge.call(
+            lambda: _view(service, fleet.add(Role(new.role), address, new.name, kv_events=kv_events))
+        )
 
     @router.delete("/engines/{name}", status_code=202)
     async def remove(
@@ -109,6 +113,12 @@ def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], 
         """Ask an engine for the other thing from now on; what is under way ends as it began."""
         return await bridge.call(lambda: _view(service, fleet.set_role(name, Role(new.role))))
 
+    @router.put("/engines/{name}/kv-events")
+    async def set_kv_events(name: str, new: models.KvEvents) -> models.EngineView:
+        """Listen to what an engine publishes there, and nowhere else; what was heard elsewhere is forgotten."""
+        kv_events = parse_endpoints(new.kv_events)
+        return await bridge.call(lambda: _view(service, fleet.set_kv_events(name, kv_events)))
+
     @router.post("/reload")
     async def reload() -> models.Reloaded:
         """Read the configuration file again and go over to it, as SIGHUP does: all of it, or nothing."""
@@ -136,4 +146,5 @@ def _view(service: RouterService, engine: Engine) -> models.EngineView:
         in_flight=engine.load.in_flight,
         handovers=engine.load.handovers,
         configured=engine.configured,
+        kv_events=[str(where) for where in engine.kv_events],
     )

@@ -24,6 +24,7 @@ class EngineView(Model):
     in_flight: int = Field(description="requests on it")
     handovers: int = Field(description="prompts it has prefilled and no decode engine has taken yet")
     configured: bool = Field(description="named by flags or the configuration, not added here")
+    kv_events: list[str] = Field(description="where its ranks publish what their KV caches hold: ENDPOINT[,REPLAY]")
 
 
 class Engines(Model):
@@ -38,6 +39,15 @@ class NewEngine(Model):
     role: RoleName
     url: str = Field(description="http:// or https://HOST:PORT, maybe with a path")
     name: str = Field(default="", description="its name in headers and metrics; the next of its role if empty")
+    kv_events: list[str] | None = Field(
+        default=None, description="as of kv-events; what the configuration says of the URL if left out"
+    )
+
+
+class KvEvents(Model):
+    """Where an engine publishes what its KV cache holds."""
+
+    kv_events: list[str] = Field(description="ENDPOINT or ENDPOINT,REPLAY of each data-parallel rank in turn")
 
 
 class NewRole(Model):

@@ -72,10 +72,23 @@ def parse_address(url: str) -> Address:
     return Address(host=parts.hostname, port=port or (443 if tls else 80), base=parts.path.rstrip("/"), tls=tls)
 
 
+class KvEndpoint(Struct, frozen=True):
+    """Where a data-parallel rank of an engine publishes what its KV cache holds."""
+
+    endpoint: str
+    replay: str | None = None
+    """Where it can be asked for what was missed; None: nowhere."""
+
+    def __str__(self) -> str:
+        return self.endpoint if self.replay is None else f"{self.endpoint},{self.replay}"
+
+
 class Engine:
     """One vLLM server. Its name, P0, P1, ..., D0, D1, ..., is what headers, proofs and metrics call it."""
 
-    __slots__ = ("address", "base", "configured", "draining", "health", "host", "leaving", "load", "name", "role")
+    __slots__ = (
+        "address", "base", "configured", "draining", "health", "host", "kv_events", "leaving", "load", "name", "role",
+    )  # fmt: skip
 
     def __init__(self, name: str, role: Role, address: Address, health: Health) -> None:
         """Identity is the object's."""
@@ -92,6 +105,8 @@ class Engine:
         """Whether it goes once nobody needs it any more."""
         self.configured = True
         """Whether flags or the configuration name it; else an administrator has added it."""
+        self.kv_events: tuple[KvEndpoint, ...] = ()
+        """Where its ranks publish, in turn; nothing if nobody listens."""
 
 
 def make_engines(role: Role, addresses: Sequence[Address], settings: HealthSettings) -> tuple[Engine, ...]:

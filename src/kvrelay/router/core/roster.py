@@ -13,9 +13,12 @@ from msgspec import Struct
 from kvrelay.errors import BadRequestError, ConflictError, NotFoundError
 from kvrelay.router.core.fleet import Address, Engine, Role
 from kvrelay.router.core.health import Health, HealthSettings
+from kvrelay.router.core.kv.settings import POLICY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from kvrelay.router.core.fleet import KvEndpoint
 
 MAX_ENGINES = 4_096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -34,11 +37,17 @@ class Plan(Struct, frozen=True):
 class Roster:
     """All engines, in the order in which they joined. Every change keeps a decode engine that takes requests."""
 
-    def __init__(self, engines: Sequence[Engine], settings: HealthSettings, *, prefills: bool = True) -> None:
-        """``settings``: of new engines. ``prefills``: whether there may be prefill engines at all."""
+    def __init__(
+        self, engines: Sequence[Engine], settings: HealthSettings, *, prefills: bool = True, listens: bool = True
+    ) -> None:
+        """``settings``: of new engines. ``prefills``: whether there may be prefill engines at all.
+
+        ``listens``: whether somebody wants to know what engines' KV caches hold.
+        """
         self._engines = list(engines)
         self._settings = settings
         self._prefills = prefills
+        self._listens = listens
         self._numbers = {role: sum(engine.role is role for engine in engines) for role in Role}
 
     @property
@@ -62,14 +71,23 @@ class Roster:
         names = ", ".join(engine.name for engine in self._engines)
         raise NotFoundError(f"no engine {name!r}: there are {names}")
 
-    def add(self, role: Role, address: Address, name: str = "", *, configured: bool = False) -> Engine:
+    def add(
+        self,
+        role: Role,
+        address: Address,
+        name: str = "",
+        *,
+        configured: bool = False,
+        kv_events: Sequence[KvEndpoint] = (),
+    ) -> Engine:
         """A new engine; without a ``name`` it gets the next one of its role, P0, P1, ..., D0, D1, ....
 
         Raises:
-            BadRequestError: the name or the role is not legal.
-            ConflictError: the name or the address is taken, or there are too many engines.
+            BadRequestError: the name or the role is not legal, or nobody listens to ``kv_events``.
+            ConflictError: the name, the address or a publisher is taken, or there are too many engines.
         """
         self._check_role(role)
+        self._check_events(kv_events)
         for engine in self._engines:
             if engine.address == address:
                 raise ConflictError(f"{address.url} is {engine.name} already, which {_state(engine)}")
@@ -80,9 +98,19 @@ class Roster:
         if name and not _NAME.fullmatch(name):
             raise BadRequestError(f"{name!r} is not a name: letters, digits, dots, dashes and underscores, up to 64")
         engine = Engine(name or self._next_name(role), role, address, Health(self._settings))
-        engine.configured = configured
+        engine.configured, engine.kv_events = configured, tuple(kv_events)
         self._engines.append(engine)
         return engine
+
+    def set_kv_events(self, engine: Engine, kv_events: Sequence[KvEndpoint]) -> None:
+        """Its ranks publish there, and nowhere else.
+
+        Raises:
+            BadRequestError: nobody listens.
+            ConflictError: another engine publishes there.
+        """
+        self._check_events(kv_events, engine)
+        engine.kv_events = tuple(kv_events)
 
     def drain(self, engine: Engine) -> None:
         """It takes no more requests. May be repeated.
@@ -122,18 +150,25 @@ class Roster:
         self._check_role(role)
         self._check_spare(engine)
         moved = Engine(engine.name, role, engine.address, engine.health)
-        moved.load, moved.configured = engine.load, engine.configured
+        moved.load, moved.configured, moved.kv_events = engine.load, engine.configured, engine.kv_events
         moved.draining, moved.leaving = engine.draining, engine.leaving
         self._engines.remove(engine)
         self._engines.append(moved)
         return moved
 
-    def plan(self, wanted: Mapping[Address, Role]) -> Plan:
+    def plan(self, wanted: Mapping[Address, Role], kv_events: Iterable[KvEndpoint] = ()) -> Plan:
         """What changes if the configuration names these engines. Whom an administrator added, or drained, stays so.
 
+        ``kv_events``: where all of them publish.
+
         Raises:
-            ConflictError: no decode engine would take requests.
+            ConflictError: no decode engine would take requests, or one that stays publishes where another is to.
         """
+        endpoints = {where.endpoint for where in kv_events}
+        for engine in self._engines:
+            stays = not engine.configured and engine.address not in wanted
+            if stays and (taken := endpoints & {where.endpoint for where in engine.kv_events}):
+                raise ConflictError(f"{engine.name}, which was added, publishes at {', '.join(sorted(taken))} already")
         known = {engine.address: engine for engine in self._engines}
         shared = [(known[address], role) for address, role in wanted.items() if address in known]
         joining = [role for address, role in wanted.items() if address not in known]
@@ -157,6 +192,14 @@ class Roster:
             assert len(set(seen)) == len(seen)
         assert any(_takes_decodes(engine) for engine in self._engines)
         assert all(engine.draining for engine in self._engines if engine.leaving)
+
+    def _check_events(self, kv_events: Sequence[KvEndpoint], engine: Engine | None = None) -> None:
+        if kv_events and not self._listens:
+            raise BadRequestError(f"kv_events mean nothing without --policy {POLICY}: leave them out")
+        endpoints = {where.endpoint for where in kv_events}
+        for other in self._engines:
+            if other is not engine and (taken := endpoints & {where.endpoint for where in other.kv_events}):
+                raise ConflictError(f"{other.name} publishes at {', '.join(sorted(taken))} already")
 
     def _check_role(self, role: Role) -> None:
         if role is Role.PREFILL and not self._prefills:

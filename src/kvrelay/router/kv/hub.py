@@ -7,7 +7,6 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvrelay.router.core.kv.index import KvIndex
-from kvrelay.router.core.kv.settings import parse_publishers
 from kvrelay.router.core.policy.kv_aware import KvAware
 from kvrelay.router.kv.subscriber import Subscriber, load_zmq
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
     import zmq.asyncio
 
-    from kvrelay.router.core.kv.settings import KvSettings, Publisher
+    from kvrelay.router.core.kv.settings import Publisher
     from kvrelay.router.core.policy.base import Policy
     from kvrelay.router.kv.metrics import KvMetrics
 
@@ -24,32 +23,31 @@ if TYPE_CHECKING:
 class KvHub:
     """The index, and all subscriptions that fill it."""
 
-    def __init__(self, publishers: tuple[Publisher, ...], index: KvIndex, metrics: KvMetrics) -> None:
+    def __init__(self, index: KvIndex, metrics: KvMetrics) -> None:
         """Raises `ConfigError` where pyzmq is missing."""
         load_zmq()
         self.index = index
-        self._publishers = publishers
         self._metrics = metrics
         self._context: zmq.asyncio.Context | None = None
         self._subscribers: dict[Publisher, Subscriber] = {}
         self._turn = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
 
-    def start(self, engines: Collection[str]) -> None:
-        """Begin to listen to those of these engines that publish, in the running event loop."""
+    def start(self, publishers: Collection[Publisher]) -> None:
+        """Begin to listen to these, in the running event loop."""
         self._context = load_zmq().asyncio.Context()
-        self.listen_to(engines)
+        self.listen_to(publishers)
 
-    def listen_to(self, engines: Collection[str]) -> None:
-        """These are the engines now: forget those that are gone, listen to those that came back."""
+    def listen_to(self, publishers: Collection[Publisher]) -> None:
+        """These are the publishers now: forget what others said, listen to those that are new."""
         if self._context is None:
             return
         for publisher, subscriber in list(self._subscribers.items()):
-            if publisher.engine not in engines:
+            if publisher not in publishers:
                 del self._subscribers[publisher]
                 self._ending |= subscriber.stop()
-        for publisher in self._publishers:
-            if publisher.engine in engines and publisher not in self._subscribers:
+        for publisher in publishers:
+            if publisher not in self._subscribers:
                 self._subscribers[publisher] = Subscriber(
                     publisher, self.index, self._metrics, self._context, self._turn
                 )
@@ -65,17 +63,16 @@ class KvHub:
             self._context = None
 
 
-def make_hub(settings: KvSettings, policies: Iterable[Policy], metrics: KvMetrics) -> KvHub | None:
-    """A hub whose index ``policies`` use; None where nobody publishes.
+def make_hub(policies: Iterable[Policy], metrics: KvMetrics) -> KvHub | None:
+    """A hub whose index ``policies`` use; None where none does.
 
     Raises:
         ConfigError: pyzmq is missing.
     """
-    publishers = parse_publishers(settings.events)
-    if not publishers:
+    users = [policy for policy in policies if isinstance(policy, KvAware)]
+    if not users:
         return None
-    hub = KvHub(publishers, KvIndex(seed=secrets.randbits(64)), metrics)
-    for policy in policies:
-        if isinstance(policy, KvAware):
-            policy.index = hub.index
+    hub = KvHub(KvIndex(seed=secrets.randbits(64)), metrics)
+    for policy in users:
+        policy.index = hub.index
     return hub

@@ -84,6 +84,10 @@ def test_engines_are_listed_added_drained_moved_and_removed_by_the_command_line(
     assert gone.stdout == "P0 has left\n"
     listed = json.loads(stack.run("engines", "ls", "--json").stdout)
     assert {view["name"]: view["role"] for view in listed} == {"D0": "decode", "spare": "prefill"}
+    deaf = stack.run("engines", "set-kv-events", "D0", "tcp://h:1,tcp://h:2")
+    assert "kv_events mean nothing without --policy kv-aware" in deaf.stderr
+    assert "kv_events mean" in stack.run("engines", "add", "decode", "http://h:1", "--kv-events", "tcp://h:1").stderr
+    assert stack.run("engines", "set-kv-events", "D0").returncode == 0
     missing = stack.run("engines", "rm", "P0")
     assert "no engine 'P0': there are D0, spare" in missing.stderr
     assert 'engine="P0"' not in httpx.get(f"{stack.url}/metrics").text
@@ -111,6 +115,7 @@ def test_what_is_wrong_is_told_and_described(stack: Stack) -> None:
         return answer.status_code, error["code"]
 
     assert said("POST", "/engines", {"role": "decode", "url": "ftp://x"}) == (400, "bad_request")
+    assert said("PUT", "/engines/D0/kv-events", {"kv_events": ["tcp://*:1"]}) == (400, "bad_request")
     assert said("POST", "/engines", {"role": "both", "url": stack.engines[2]}) == (422, "bad_request")
     assert said("POST", "/engines", {"role": "decode", "url": stack.engines[1]}) == (409, "conflict")
     assert said("POST", "/engines/X/drain", None) == (404, "not_found")

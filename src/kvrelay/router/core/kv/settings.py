@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
+from kvrelay.router.core.fleet import KvEndpoint, parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from kvrelay.router.core.fleet import Address, Engine
 
 POLICY = "kv-aware"
 MAX_TIMEOUT_S = 10.0
@@ -31,7 +34,7 @@ class KvSettings(Struct, frozen=True, kw_only=True):
     """As given: see `kvrelay router serve --help`."""
 
     events: tuple[str, ...] = ()
-    """``ENGINE=ENDPOINT[,REPLAY]``; an engine's data-parallel ranks in turn."""
+    """``ENGINE=ENDPOINT[,REPLAY]``, an engine by name or URL; its data-parallel ranks in turn."""
     token_ids: str = TokenIds.ENGINE
     tokenize_timeout_s: float = 0.1
     tokenizer: str | None = None
@@ -48,58 +51,86 @@ class Publisher(Struct, frozen=True):
     """Where it can be asked for what was missed; None: nowhere."""
 
 
-def parse_publishers(texts: Sequence[str]) -> tuple[Publisher, ...]:
-    """Read ``ENGINE=ENDPOINT[,REPLAY]``.
+def publishers_of(engines: Iterable[Engine]) -> tuple[Publisher, ...]:
+    """Of all ranks of these engines."""
+    return tuple(
+        Publisher(engine.name, rank, where.endpoint, where.replay)
+        for engine in engines
+        for rank, where in enumerate(engine.kv_events)
+    )
+
+
+def parse_endpoint(text: str) -> KvEndpoint:
+    """Read ``ENDPOINT[,REPLAY]``.
+
+    Raises:
+        BadRequestError: it is something else; the message says what.
+    """
+    endpoint, _, replay = text.partition(",")
+    for given in (endpoint, replay) if replay else (endpoint,):
+        match = _ENDPOINT.fullmatch(given)
+        if match is None or (match[1] and not 0 < int(match[1]) < 65_536):
+            raise BadRequestError(f"{text!r}: {given!r} is nothing to connect to: write tcp://HOST:PORT or ipc://PATH")
+    return KvEndpoint(endpoint, replay or None)
+
+
+def parse_endpoints(texts: Sequence[str]) -> tuple[KvEndpoint, ...]:
+    """Read an engine's ranks in turn, each ``ENDPOINT[,REPLAY]``.
+
+    Raises:
+        BadRequestError: one is something else, or given twice; the message says what.
+    """
+    found: list[KvEndpoint] = []
+    for text in texts:
+        where = parse_endpoint(text)
+        if any(where.endpoint == other.endpoint for other in found):
+            raise BadRequestError(f"{text!r}: {where.endpoint} is given twice: leave one out")
+        found.append(where)
+    return tuple(found)
+
+
+def parse_events(texts: Sequence[str], engines: Mapping[str, Address]) -> dict[Address, tuple[KvEndpoint, ...]]:
+    """Read ``ENGINE=ENDPOINT[,REPLAY]``, each time an engine's next rank. ``engines``: by their names.
 
     Raises:
         BadRequestError: one is something else; the message says what.
     """
-    found: list[Publisher] = []
+    found: dict[Address, tuple[KvEndpoint, ...]] = {}
     for text in texts:
         engine, equals, rest = text.partition("=")
-        endpoint, _, replay = rest.partition(",")
         if not engine or not equals:
             raise BadRequestError(f"{text!r}: write ENGINE=tcp://HOST:PORT or ENGINE=tcp://HOST:PORT,tcp://HOST:PORT")
-        for given in (endpoint, replay) if replay else (endpoint,):
-            match = _ENDPOINT.fullmatch(given)
-            if match is None or (match[1] and not 0 < int(match[1]) < 65_536):
-                raise BadRequestError(
-                    f"{text!r}: {given!r} is nothing to connect to: write tcp://HOST:PORT or ipc://PATH"
-                )
-        if any(endpoint == other.endpoint for other in found):
-            raise BadRequestError(f"{text!r}: {endpoint} is given twice: leave one out")
-        rank = sum(other.engine == engine for other in found)
-        found.append(Publisher(engine, rank, endpoint, replay or None))
-    return tuple(found)
+        try:
+            where = parse_endpoint(rest)
+            address = parse_address(engine) if "://" in engine else engines.get(engine)
+        except BadRequestError as error:
+            raise BadRequestError(f"{engine}=...: {error}") from None
+        if address is None or address not in engines.values():
+            raise BadRequestError(f"{engine}=...: no engine is called so; there are {', '.join(engines)}")
+        if any(where.endpoint == other.endpoint for ranks in found.values() for other in ranks):
+            raise BadRequestError(f"{text!r}: {where.endpoint} is given twice: leave one out")
+        found[address] = (*found.get(address, ()), where)
+    return found
 
 
 def kv_problems(
-    settings: KvSettings, policies: Collection[str], engines: Collection[str], *, pooled: bool, conditional: bool
-) -> list[str]:
+    settings: KvSettings, policies: Collection[str], *, joining: bool, pooled: bool, conditional: bool
+) -> Iterator[str]:
     """What is wrong, each with what would be right.
 
-    ``policies``: those in use, by name; ``engines``: what they are called; ``pooled``: whether there is a pool;
-    ``conditional``: whether prompts may go to a decode engine alone.
+    ``policies``: those in use, by name; ``joining``: whether engines may join while the router runs; ``pooled``:
+    whether there is a pool; ``conditional``: whether prompts may go to a decode engine alone.
     """
-    problems: list[str] = []
-    try:
-        publishers = parse_publishers(settings.events)
-    except BadRequestError as error:
-        publishers = ()
-        problems.append(f"--kv-events {error}")
-    unknown = sorted({publisher.engine for publisher in publishers} - set(engines))
-    problems += [f"--kv-events {name}=...: no engine is called so; there are {', '.join(engines)}" for name in unknown]
-    if POLICY in policies and not settings.events:
-        problems.append(f"--policy {POLICY} needs --kv-events ENGINE=tcp://HOST:PORT of its engines; or: prefix-aware")
+    if POLICY in policies and not settings.events and not joining:
+        yield f"--policy {POLICY} needs --kv-events ENGINE=tcp://HOST:PORT of its engines; or: prefix-aware"
     if settings.events and POLICY not in policies:
-        problems.append(f"--kv-events means nothing without --policy {POLICY}: leave it out, or choose that")
+        yield (f"--kv-events means nothing without --policy {POLICY}: leave it out, or choose that")
     if settings.pool_index and not (pooled and conditional and POLICY in policies):
-        problems.append(f"--pool-index needs --pool, --disaggregate-above and, for token ids, --policy {POLICY}")
+        yield (f"--pool-index needs --pool, --disaggregate-above and, for token ids, --policy {POLICY}")
     if settings.token_ids not in list(TokenIds):
-        problems.append(f"--token-ids {settings.token_ids!r} is unknown: choose one of {', '.join(TokenIds)}")
+        yield (f"--token-ids {settings.token_ids!r} is unknown: choose one of {', '.join(TokenIds)}")
     if not 0 < settings.tokenize_timeout_s <= MAX_TIMEOUT_S:
-        problems.append(
+        yield (
             f"--tokenize-timeout {settings.tokenize_timeout_s:g} is out of range: give seconds above 0, up to "
             f"{MAX_TIMEOUT_S:g}"
         )
-    return problems
