@@ -10,21 +10,21 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eviction_bench.policies.adaptive import Adaptive
+from eviction_bench.policies.arc import Arc
+from eviction_bench.policies.lru import Fifo, Lru
+from eviction_bench.policies.s3fifo import S3Fifo
+from eviction_bench.policies.sieve import Sieve
+from eviction_bench.policies.tinylfu import TinyLfu
 from eviction_bench.replay import Hits, hindsight, replay
 from eviction_bench.traces import conversation, footprint, scans
 from kvrelay.bench.report import closing_line, table
-from kvrelay.pool.core.policies.adaptive import Adaptive
-from kvrelay.pool.core.policies.arc import Arc
-from kvrelay.pool.core.policies.lru import Fifo, Lru
-from kvrelay.pool.core.policies.s3fifo import S3Fifo
-from kvrelay.pool.core.policies.sieve import Sieve
-from kvrelay.pool.core.policies.tinylfu import TinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from eviction_bench.policies import Policy
     from eviction_bench.traces import Requests
-    from kvrelay.pool.core.policies import Policy
 
 TRACE = Path(__file__).parents[2] / "shared/data/conversation_trace.jsonl"
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from eviction_bench.policies import Policy
     from eviction_bench.traces import Requests
-    from kvrelay.pool.core.policies import Policy
 
 
 @dataclass(frozen=True)

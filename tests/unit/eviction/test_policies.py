@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.pool.core.policies.adaptive import Adaptive
-from kvrelay.pool.core.policies.arc import Arc
-from kvrelay.pool.core.policies.lru import Fifo, Lru
-from kvrelay.pool.core.policies.s3fifo import S3Fifo
-from kvrelay.pool.core.policies.sieve import Sieve
-from kvrelay.pool.core.policies.tinylfu import TinyLfu
+from eviction_bench.policies.adaptive import Adaptive
+from eviction_bench.policies.arc import Arc
+from eviction_bench.policies.lru import Fifo, Lru
+from eviction_bench.policies.s3fifo import S3Fifo
+from eviction_bench.policies.sieve import Sieve
+from eviction_bench.policies.tinylfu import TinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvrelay.pool.core.policies import Policy
+    from eviction_bench.policies import Policy
 
 ALL: dict[str, Callable[[], Policy]] = {
     "fifo": Fifo,

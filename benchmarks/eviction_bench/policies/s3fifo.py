@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.pool.core.policies.lists import Queue
+from eviction_bench.policies.lists import Queue
 
 _MOST = 3
 

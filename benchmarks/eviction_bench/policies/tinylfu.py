@@ -5,7 +5,7 @@ The past is counted exactly here, where the original counts in a sketch: this is
 
 from __future__ import annotations
 
-from kvrelay.pool.core.policies.lists import Queue
+from eviction_bench.policies.lists import Queue
 
 _MOST = 15
 _PROTECTED = 0.8

@@ -4,6 +4,6 @@ All are of one size here: objects of a pool that serves one model are. A policy 
 object itself.
 """
 
-from kvrelay.pool.core.policies.base import Policy
+from eviction_bench.policies.base import Policy
 
 __all__ = ["Policy"]
