@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.identity.core.namespace import canonical, differences, namespace
+from kvrelay.identity.core.namespace import canonical, namespace
 
 facts = st.dictionaries(st.text(max_size=6), st.text(max_size=6), max_size=4)
 
@@ -25,13 +25,3 @@ def test_a_name_cannot_borrow_from_its_value() -> None:
 def test_a_namespace_is_the_same_in_every_process_and_version() -> None:
     expected = "c2c186c2f2ab57e312fa4b64b520701503ae310e50f32a4054372741e1b79532"
     assert namespace({"layers": "4", "dtype": "float32"}) == expected
-
-
-def test_differences_name_what_two_engines_disagree_on() -> None:
-    ours = {"kv_dtype": "float32", "weights": "a", "layers": "4"}
-    theirs = {"kv_dtype": "bfloat16", "weights": "a", "max_model_len": "8"}
-    assert differences(ours, theirs) == {
-        "kv_dtype": ("float32", "bfloat16"),
-        "layers": ("4", None),
-        "max_model_len": (None, "8"),
-    }

@@ -1,7 +1,8 @@
 """The namespace: one name for everything that changes KV bytes or what they mean.
 
 Its facts are a flat ``str -> str`` dictionary. The dictionary is kept and registered with the pool, so that two engines
-whose namespaces differ can be told *which* fact differs; the name itself is a digest of its canonical encoding.
+whose namespaces differ can be told *which* fact differs (see `kvrelay.identity.core.compat`); the name itself is a
+digest of its canonical encoding.
 """
 
 from __future__ import annotations
@@ -29,12 +30,3 @@ def canonical(facts: Mapping[str, str]) -> bytes:
 def namespace(facts: Mapping[str, str]) -> str:
     """The name of these facts: 64 hexadecimal digits."""
     return sha256(canonical(facts)).hexdigest()
-
-
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
-    """Facts on which two engines disagree: name to (ours, theirs), ``None`` where one does not state it."""
-    return {
-        name: (ours.get(name), theirs.get(name))
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    }

@@ -351,12 +351,6 @@ class PoolCore:
         """Take nothing new in, or do again. What is being written may be completed; reads are answered."""
         self.desk.draining = on
 
-    @property
-    def drained(self) -> bool:
-        """Whether the pool is draining and nobody reads or writes anything any more."""
-        counts = self.catalog.counts()
-        return self.desk.draining and not (counts.writing or counts.pinned or counts.gone)
-
     # --- lower tiers ---
 
     def attach(self, lower: Lower) -> None:

@@ -53,7 +53,6 @@ class Entrant(Struct, eq=False):
     priority: int
     cost: float
     order: int
-    came_at: float
     expires_at: float
     let_in_at: float | None = None
     """When it got its slot; None while it waits."""
@@ -210,7 +209,7 @@ class Gatekeeper:
     ) -> tuple[Entrant, list[Decision]]:
         """A request comes. If no decision is about it, it waits. ``cost`` and ``weight`` are above 0."""
         self._order += 1
-        entrant = Entrant(flow, priority, cost, self._order, now, now + self.limits.wait_s)
+        entrant = Entrant(flow, priority, cost, self._order, now + self.limits.wait_s)
         lane = self._lane(entrant)
         if self._inside < self.slots and not self.queued:
             lane.pass_by(entrant, weight)
