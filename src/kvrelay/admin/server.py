@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError
+from kvrelay.hosts import in_address
 from kvrelay.transport.address import parse_host_port
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class AdminServer:
     @property
     def url(self) -> str:
         """Where it is, with the port it was given."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._sock.getsockname()[1]}"
+        return f"http://{in_address(self._host)}:{self._sock.getsockname()[1]}"
 
     def start(self, app: FastAPI) -> None:
         """Serve ``app`` from now on."""

@@ -7,14 +7,15 @@ import contextlib
 import ctypes
 import gc
 import logging
-import resource
 import signal
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvrelay import openfiles
 from kvrelay.cli import kv, router_engines, router_entrance, router_file, router_key, router_resilience, routing
 from kvrelay.cli.status import exit_status
 from kvrelay.errors import ConfigError
+from kvrelay.hosts import in_address
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings
 from kvrelay.router.core.observing.forwarding import HeaderSettings
@@ -201,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
     read_config = partial(router_file.load, args, settings_of)
     config = read_config()
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
-    _raise_file_limit()
+    openfiles.raise_limit(logger)
     again = None if args.config is None else read_config
     stopped_by = _run(config, again, None) if config.workers == 1 else _run_workers(config, again)
     return 128 + signal.SIGINT if stopped_by == signal.SIGINT else 0
@@ -232,15 +233,6 @@ def _run_workers(config: RouterConfig, again: ReadConfig | None) -> int:
     except OSError as error:
         raise ConfigError(listening_problem(config.host, config.port, error)) from None
     return workers.run(lambda: _announce(config, workers.port))
-
-
-def _raise_file_limit() -> None:
-    """Allow as many connections as the system lets us: many systems begin with 1,024 open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        logger.warning("no more than %d files can be open at once: %s", soft, error)
 
 
 async def _serve(config: RouterConfig, read_config: ReadConfig | None, seat: Seat | None) -> int:
@@ -283,7 +275,7 @@ def _announce(config: RouterConfig, port: int, more: str = "") -> None:
                  for index, address in enumerate(of_role)]  # fmt: skip
     engines = ", ".join(f"{name} {address.url}" for name, address in addresses)
     scheme = "http" if config.entrance.tls is None else "https"
-    print(f"kvrelay router ready: {scheme}://{_bracketed(config.host)}:{port} for {engines}{more}", flush=True)
+    print(f"kvrelay router ready: {scheme}://{in_address(config.host)}:{port} for {engines}{more}", flush=True)
     if problem := exposed_without(config.host, config.entrance):
         logger.warning("%s", problem)
     if PROFILES[config.connector].uses_pool and config.pool is None:
@@ -309,10 +301,6 @@ def _keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _stop_on_signals(told: asyncio.Future[int]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import resource
 import secrets
 import signal
 import time
 from typing import TYPE_CHECKING
 
+from kvrelay import openfiles
 from kvrelay.admin.bridge import Bridge
 from kvrelay.errors import ConfigError
 from kvrelay.pool.admin.core_control import CoreControl
@@ -61,7 +61,7 @@ class PoolService:
         # of its time under a load of small ones.
         gc.freeze()
         gc.set_threshold(GC_OBJECTS)
-        _raise_file_limit()
+        openfiles.raise_limit(log)
         self._watch_signals()
         settings = self._config.settings
         tls = settings.tls
@@ -207,12 +207,3 @@ def _held(control: CoreControl) -> str:
     stats = control.stats()
     held = [(stats["leases"], "leases"), (stats["unsealed"], "objects being written"), (stats["tickets"], "tickets")]
     return ", ".join(f"{count} {what}" for count, what in held if count)
-
-
-def _raise_file_limit() -> None:
-    """Allow as many connections as the system lets us: many systems begin with 1,024 open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        log.warning("no more than %d files can be open at once: %s", soft, error)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
+from kvrelay.hosts import in_address
 from kvrelay.profiles.needs import needs_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.admin import TOKEN_VARIABLE, Admin, AdminSettings
@@ -270,8 +271,7 @@ def _admin(settings: AdminSettings, problems: list[str]) -> Admin | None:
     problems += settings.problems(token)
     if settings.port is None:
         return None
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return Admin(listen=f"{host}:{settings.port}", token=token)
+    return Admin(listen=f"{in_address(settings.host)}:{settings.port}", token=token)
 
 
 def _pool_token(settings: RouterSettings, problems: list[str]) -> str | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, quote
 
 from kvrelay.errors import ConfigError
+from kvrelay.hosts import in_address
 from kvrelay.transport.tls import TlsConfig
 
 MAX_UNIX_PATH_BYTES = 107
@@ -27,7 +28,7 @@ class Address(NamedTuple):
     def __str__(self) -> str:
         if self.path:
             return f"unix:{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = in_address(self.host)
         if self.tls is None:
             return f"tcp:{host}:{self.port}"
         given = [(name, getattr(self.tls, name)) for name in TlsConfig.__struct_fields__]

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
+from kvrelay.hosts import in_address
 from kvrelay.router.core.health import Health, HealthSettings
 from kvrelay.router.core.load import Load
 
@@ -36,8 +37,7 @@ class Address(Struct, frozen=True):
     @property
     def authority(self) -> str:
         """As in a URL or a Host header."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return f"{in_address(self.host)}:{self.port}"
 
     @property
     def url(self) -> str:
