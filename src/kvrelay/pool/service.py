@@ -131,7 +131,7 @@ class PoolService:
         self._announce(f"kvrelay pool ready: {where}, {format_size(arena.size)}, {auth}{shown}")
         try:
             number = await self._signals.get()
-            await self._drain(control, number)
+            await self._drain(server, control, number)
         finally:
             server.stop()
             await serving
@@ -157,17 +157,17 @@ class PoolService:
         admin.start(make_app(control, bridge, metrics.snapshot, self._config.admin_token))
         return admin
 
-    async def _drain(self, control: CoreControl, number: signal.Signals) -> None:
+    async def _drain(self, server: PoolServer, control: CoreControl, number: signal.Signals) -> None:
         """Serve what is held until nothing is, the time is up, or a second signal comes."""
         timeout_s = self._config.settings.drain_timeout_s
         control.drain(on=True)
-        if not _held(control):
+        if not _held(server):
             return
-        log.info("%s: no new objects are taken; %s: up to %g s", number.name, _held(control), timeout_s)
+        log.info("%s: no new objects are taken; %s: up to %g s", number.name, _held(server), timeout_s)
         again = asyncio.create_task(self._signals.get())
         started = told = time.monotonic()
         try:
-            while held := _held(control):
+            while held := _held(server):
                 now = time.monotonic()
                 if now - started >= timeout_s:
                     log.warning("cut off: %s", held)
@@ -202,8 +202,13 @@ class PoolService:
             log.info("SIGHUP: certificates read again from %s", tls.cert)
 
 
-def _held(control: CoreControl) -> str:
+def _held(server: PoolServer) -> str:
     """What a draining pool waits for, in words; nothing when it can end."""
-    stats = control.stats()
-    held = [(stats["leases"], "leases"), (stats["unsealed"], "objects being written"), (stats["tickets"], "tickets")]
+    stats = server.core.stats()
+    held = [
+        (stats["leases"], "leases"),
+        (stats["unsealed"], "objects being written"),
+        (stats["tickets"], "tickets"),
+        (server.core.reading.transfers, "answers on their way"),
+    ]
     return ", ".join(f"{count} {what}" for count, what in held if count)

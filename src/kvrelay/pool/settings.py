@@ -155,7 +155,7 @@ class PoolSettings(Settings):
     )
     nixl: bool = Field(default=False, description="offer the arena over NIXL (RDMA where there is some)")
     drain_timeout_s: float = Field(
-        default=5.0, ge=0, le=3600, description="seconds leases and unsealed objects get when the pool is stopped"
+        default=5.0, ge=0, le=3600, description="seconds leases, unsealed objects and answers get at a stop"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ import pytest
 
 from kvrelay.client.core.operations import StagePart
 from kvrelay.errors import DrainingError, PoolUnavailableError, UnauthorizedError
-from kvrelay.wire.messages import Spec
+from kvrelay.testing.talker import Talker
+from kvrelay.wire.messages import Get, Spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,6 +151,22 @@ def test_what_is_being_written_may_be_completed_while_it_drains(serve: Serve) ->
         view[:] = b"complete"
         writer.commit([part], [view])
         assert pool.wait() == 0
+
+
+def test_an_answer_on_its_way_is_sent_to_its_end_while_it_drains(serve: Serve) -> None:
+    """1. A client asks for more than sockets hold, takes nothing. 2. The pool is told to end. 3. The client reads."""
+    pool = serve("--drain-timeout", "600")
+    size = 48 << 20
+    with pool.connect() as client, Talker(pool.tcp) as slow:
+        client.put(b"k", b"v" * size)
+        slow.say(Get(2, [b"k"], size.to_bytes(8, "little")))
+        assert slow.sock.recv(1, socket.MSG_PEEK)
+        pool.signal(signal.SIGTERM)
+        until_draining(client)
+        _, payload = slow.hear()
+        assert payload == b"v" * size
+        assert pool.wait() == 0
+    assert "1 answers on their way" in pool.log
 
 
 def test_a_second_signal_ends_it_at_once(serve: Serve) -> None:
