@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.router.http.server import Limits
 from kvrelay.testing.fake_engine import DONE, FakeEngine, hang, stream
+from kvrelay.testing.pouring import Pour
 from kvrelay.testing.raw_http import RawClient, get, post
 
 Pair = tuple[FakeEngine, FakeEngine, int]
@@ -229,27 +230,12 @@ async def test_a_slow_client_holds_the_engine_back_and_fills_no_memory(engine: A
     """
     prefill, decode = await engine(), await engine()
     piece, count = b"x" * (64 << 10), 1024
-    sent = 0
-    stuck = asyncio.Event()
-
-    async def pour(exchange: Any) -> None:
-        nonlocal sent
-        exchange.head(200, "application/octet-stream", length=len(piece) * count)
-        for _ in range(count):
-            exchange.send(piece)
-            sent += 1
-            try:
-                await asyncio.wait_for(exchange.writable.wait(), 0.2)
-            except TimeoutError:
-                stuck.set()
-                await exchange.writable.wait()
-
+    pour = Pour(piece, count, last=None)
     decode.script(pour)
     service = await router([prefill], [decode])
     async with await RawClient.open(service.port, receive_buffer=64 << 10) as client:
         client.post("/v1/completions", BODY)
-        await asyncio.wait_for(stuck.wait(), 10)
-        assert sent * len(piece) < 16 << 20
+        assert await pour.held_back() < 16 << 20
         answer = await client.answer()
         assert len(answer.body) == len(piece) * count
 

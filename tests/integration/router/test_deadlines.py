@@ -10,8 +10,9 @@ import pytest
 
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.entrance.settings import EntranceSettings
-from kvrelay.testing.fake_engine import hang, stream
+from kvrelay.testing.fake_engine import DONE, hang, stream
 from kvrelay.testing.fake_tickets import FakePool
+from kvrelay.testing.pouring import Pour
 from kvrelay.testing.raw_http import RawClient, get, post
 
 ASK = {"prompt": "a", "max_tokens": 2}
@@ -137,31 +138,14 @@ async def test_a_client_that_does_not_read_its_stream_holds_the_engine_back(engi
     """
     prefill, decode = await engine(), await engine()
     event, count = b"data: " + b"x" * (64 << 10) + b"\n\n", 384
-    sent, stuck = 0, asyncio.Event()
-
-    async def pour(exchange: Any) -> None:
-        nonlocal sent
-        exchange.head(200, "text/event-stream")
-        for _ in range(count):
-            exchange.chunk(event)
-            sent += 1
-            try:
-                await asyncio.wait_for(exchange.writable.wait(), 0.2)
-            except TimeoutError:
-                stuck.set()
-                await exchange.writable.wait()
-        exchange.chunk(b"data: [DONE]\n\n")
-        exchange.end()
-
+    pour = Pour(event, count, last=DONE)
     decode.script(pour)
     service = await router([prefill], [decode])
     async with await RawClient.open(service.port, receive_buffer=64 << 10) as client:
         client.post("/v1/completions", STREAM)
-        async with asyncio.timeout(20):
-            await stuck.wait()
-        assert sent * len(event) < 12 << 20
+        assert await pour.held_back() < 12 << 20
         answer = await client.answer()
-        assert answer.body == event * count + b"data: [DONE]\n\n"
+        assert answer.body == event * count + DONE
 
 
 async def test_an_answer_that_waits_for_its_proof_is_not_taken_whole_into_memory(
@@ -172,27 +156,12 @@ async def test_an_answer_that_waits_for_its_proof_is_not_taken_whole_into_memory
 
     monkeypatch.setattr(call, "MAX_KEPT_BYTES", 1 << 20)
     prefill, decode, pool = await engine(), await engine(), FakePool()
-    sent, stuck = 0, asyncio.Event()
-
-    async def pour(exchange: Any) -> None:
-        nonlocal sent
-        exchange.head(200, "text/event-stream")
-        while not stuck.is_set():
-            exchange.chunk(FIRST * 2000)
-            sent += 1
-            try:
-                await asyncio.wait_for(exchange.writable.wait(), 0.2)
-            except TimeoutError:
-                stuck.set()
-        await exchange.gone.wait()
-
+    pour = Pour(FIRST * 2000)
     decode.script(pour)
     service = await router([prefill], [decode], pool=pool.connect, on_lost_kv="strict", decode_timeout_s=LONG_S)
     async with await RawClient.open(service.port) as client:
         client.post("/v1/completions", STREAM)
-        async with asyncio.timeout(20):
-            await stuck.wait()
-        assert sent * len(FIRST) * 2000 < 16 << 20
+        assert await pour.held_back() < 16 << 20
         client.abort()
         await decode.left_by(1)
     await pool.all_ended()
