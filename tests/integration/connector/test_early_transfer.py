@@ -162,7 +162,7 @@ def test_a_prefill_that_takes_too_long_costs_the_deadline_and_no_more(
     p = make_rank(pool.unix)
     p.step(saves=(p.save_order(chunks[:2], P_BLOCKS, ticket=TICKET),))
     p.saved(1)
-    d = make_rank(pool.unix, name="D", load_timeout_s=0.3)
+    d = make_rank(pool.unix, name="D", load_timeout_s=2.0)
     d.step(loads=(early(d.load_order(chunks, D_BLOCKS)),))
     outcome = d.loaded().report.loads["r"]
     assert (outcome.valid_end, outcome.reason) == (96, Reason.TIMEOUT)

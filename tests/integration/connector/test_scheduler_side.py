@@ -355,7 +355,7 @@ class TestPoolTrouble:
 
         5. The pool answers again. 6. No lease is left of the lookup that timed out. 7. The next lookup is answered.
         """
-        side = make_side(pool.unix, lookup_timeout_s=0.05)
+        side = make_side(pool.unix, lookup_timeout_s=0.5)
         store(client, side)
         side.new("before")
         assert side.ask("before") == (100, True)
@@ -420,7 +420,7 @@ class TestPoolTrouble:
     def test_a_preempted_request_does_not_ask_a_slow_pool_in_every_step(
         self, pool: PoolThread, make_side: Callable[..., Side]
     ) -> None:
-        side = make_side(pool.unix, lookup_timeout_s=0.05)
+        side = make_side(pool.unix, lookup_timeout_s=0.5)
         side.new("preempted")
         side.ask("preempted")
         side.allocated("preempted", TABLE, 0)
@@ -437,7 +437,7 @@ class TestPoolTrouble:
         self, pool: PoolThread, make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvrelay.connector.outbox.SILENCE_S", 0.1)
-        side = make_side(pool.unix, lookup_timeout_s=0.02)
+        side = make_side(pool.unix, lookup_timeout_s=0.5)
         first = side._link.client()
         with hung(pool):
             side.new("first")

@@ -119,7 +119,7 @@ def test_part_of_a_layer_can_be_read(client: PoolClient) -> None:
     grant = client.announce([spec], group="P", lease_s=10.0).grants[0]
     write_layers(client, grant, spec, data, range(2))
     prefix = client.match_prefix([b"kv"], lease_s=10.0)
-    client.wait(prefix, 2, timeout_s=1.0)
+    client.wait(prefix, 2, timeout_s=10.0)
     views = client.fetch(prefix, [m.Range(0, 1, 2), m.Range(0, 6, 1)])
     assert [bytes(view) for view in views] == [data[500:1500], data[3000:3500]]
 

@@ -197,14 +197,14 @@ async def test_a_head_request_gets_no_body(pair: Pair) -> None:
 async def test_a_client_that_says_nothing_is_closed_and_one_that_stops_half_way_is_told_why(
     engine: Any, router: Any
 ) -> None:
-    service = await router([await engine()], [await engine()], limits=Limits(idle_s=0.1, receive_s=0.1))
+    service = await router([await engine()], [await engine()], limits=Limits(idle_s=0.5, receive_s=0.5))
     async with await RawClient.open(service.port) as silent:
         assert await silent.rest() == b""
     assert (await exchange(service.port, HEAD))[:2] == (408, "request_timeout")
     async with await RawClient.open(service.port) as drip:  # a byte now and then does not buy more time for a head
         for byte in HEAD:
             drip.send(bytes([byte]))
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
         assert (await drip.answer()).status == 408
     assert (await exchange(service.port, HEAD + b"content-length: 9\r\n\r\nabc"))[0] == 408
 
@@ -214,7 +214,7 @@ async def test_a_long_answer_outlives_the_limits_on_receiving(engine: Any, route
     prefill, decode = await engine(), await engine()
     gate = asyncio.Semaphore(0)
     decode.script(stream([b"data: 1\n\n"], gate=gate))
-    service = await router([prefill], [decode], limits=Limits(idle_s=0.05, receive_s=0.05))
+    service = await router([prefill], [decode], limits=Limits(idle_s=0.5, receive_s=0.5))
     async with await RawClient.open(service.port) as client, await RawClient.open(service.port) as idle:
         client.post("/v1/completions", BODY)
         await decode.asked(1)

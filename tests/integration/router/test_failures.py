@@ -68,7 +68,7 @@ async def test_when_p_refuses_what_d_takes_the_client_gets_its_answer(pair: Pair
 async def test_when_a_p_fails_another_p_prefills(engine: Any, router: Any, behaviour: Any, reason: str) -> None:
     bad, good, decode = await engine(), await engine(), await engine()
     bad.script(behaviour)
-    timeout_s = 1.0 if reason == "prefill_timeout" else 20.0
+    timeout_s = 3.0 if reason == "prefill_timeout" else 20.0
     service = await router([bad, good], [decode], prefill_timeout_s=timeout_s)
     answer = await post(service.port, "/v1/completions", ASK)
     assert answer.status == 200
@@ -204,7 +204,7 @@ async def test_a_stream_that_dies_ends_in_an_error_event_and_no_done(pair: Pair)
 async def test_a_stream_that_falls_silent_ends_in_an_error_event(engine: Any, router: Any) -> None:
     prefill, decode = await engine(), await engine()
     decode.script(stream([b"data: 1\n\n"], ending="hang"))
-    service = await router([prefill], [decode], decode_timeout_s=1.0)
+    service = await router([prefill], [decode], decode_timeout_s=3.0)
     answer = await post(service.port, "/v1/completions", {**ASK, "stream": True})
     assert b'"code":"timeout"' in answer.body
     await decode.left_by(1)

@@ -30,7 +30,7 @@ async def test_half_a_request_behind_a_whole_one_does_not_cut_its_answer(engine:
     prefill, decode = await engine(), await engine()
     gate = asyncio.Semaphore(0)
     decode.script(stream([DONE], gate=gate))
-    service = await router([prefill], [decode], limits=Limits(idle_s=0.05, receive_s=0.05))
+    service = await router([prefill], [decode], limits=Limits(idle_s=0.5, receive_s=0.5))
     async with await RawClient.open(service.port) as client, await RawClient.open(service.port) as idle:
         client.send(HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY + HEAD)
         await decode.asked(1)

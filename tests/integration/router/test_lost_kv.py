@@ -242,7 +242,7 @@ async def test_a_d_that_breaks_off_or_falls_silent_while_its_answer_is_held_back
     """1. Of two continuations one is proven and begins. 2. Nothing is heard of the other."""
     for module in (tickets, proving):
         monkeypatch.setattr(module, "PROOF_TIMEOUT_S", 0.05)
-    stack: Stack = await start("strict", decode_timeout_s=1.0)
+    stack: Stack = await start("strict", decode_timeout_s=3.0)
 
     async def behave(exchange: Exchange) -> None:
         stack.pool.post(a_proof(told(exchange)))

@@ -330,4 +330,4 @@ def test_a_slow_tier_does_not_hold_up_what_is_in_memory(tmp_path: Path) -> None:
         assert not problems
         times.sort()
         assert times[len(times) // 2] < 0.02, "half of the reads do not notice"
-        assert times[-1] < 1.0, "none of them waits for the tier"
+        assert times[-1] < 3.0, "none of them waits for the tier"

@@ -148,7 +148,10 @@ def test_environment_variables_named_anywhere_exist(pages: dict[str, str]) -> No
 
 def test_configuration_files_are_accepted(root: Path, blocks: list[tuple[str, str, str]]) -> None:
     texts = [text for _, kind, text in blocks if kind == "toml"]
-    for text in [*texts, *(path.read_text() for path in root.glob("examples/*.toml"))]:
+    examples = [path.read_text() for path in root.glob("examples/*.toml")]
+    assert texts
+    assert examples
+    for text in [*texts, *examples]:
         resolve({}, {}, text, "an example")
 
 
