@@ -21,6 +21,7 @@ from kvrelay.errors import (
     WriterLostError,
 )
 from kvrelay.types import Reason
+from kvrelay.wire import limits
 from kvrelay.wire.messages import Range
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Attempt:
             left = max(SLICE_S, self._deadline - time.monotonic())
             for group in self._kv.held:
                 keys = [self._kv.geometry.groups[group].key(chunk.key) for chunk in self._order.of(group)]
-                lease_s = max(LEASE_S, 2 * left)
+                lease_s = min(limits.MAX_LEASE_S, max(LEASE_S, 2 * left))
                 if keys:
                     prefixes[group] = self._client.match_prefix(keys, lease_s=lease_s, unsealed=self._unsealed)
             end = self._end(prefixes)

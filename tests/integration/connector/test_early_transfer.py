@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvrelay.client.blocking import PoolClient
+from kvrelay.connector.config import BOUNDS
 from kvrelay.connector.core.orders import LoadKind, LoadOrder
 from kvrelay.testing.pool import PoolThread
 from kvrelay.types import Reason
@@ -71,6 +72,20 @@ def test_a_prompt_is_followed_step_by_step_while_it_is_computed(
     outcome = results.report.loads["r"]
     assert (outcome.valid_end, outcome.reason) == (TOKENS, Reason.NONE)
     assert same(d, p, TOKENS)
+    assert not router.follow(TICKET, b"no such key", 0.0).present
+
+
+@pytest.mark.parametrize("timeout_s", [BOUNDS["load_timeout_s"][1], BOUNDS["early_load_timeout_s"][1]])
+def test_a_load_works_with_the_longest_time_out_there_may_be(
+    pool: PoolThread, router: PoolClient, make_rank: Make, make_chunks: Make, timeout_s: float
+) -> None:
+    chunks = make_chunks(TOKENS)
+    d, p = begun(pool, make_rank, chunks, load_timeout_s=timeout_s), make_rank(pool.unix)
+    for part in (chunks[:2], chunks[2:]):
+        p.step(saves=(p.save_order(part, P_BLOCKS, ticket=TICKET),))
+        p.saved(1)
+    outcome = d.loaded().report.loads["r"]
+    assert (outcome.valid_end, outcome.reason) == (TOKENS, Reason.NONE)
     assert not router.follow(TICKET, b"no such key", 0.0).present
 
 
