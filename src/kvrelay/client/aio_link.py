@@ -12,7 +12,7 @@ from kvrelay.client.core.session import AbandonedError, Ask, Call, undoing
 from kvrelay.client.core.steps import Start, Transfer
 from kvrelay.errors import DeadlineError, KvRelayError, PoolUnavailableError
 from kvrelay.transport import nixl
-from kvrelay.transport.dial import dial_async
+from kvrelay.transport.dial import dial_async, unusable
 
 if TYPE_CHECKING:
     import socket
@@ -52,7 +52,11 @@ class AsyncLink(Connection):
     ) -> Self:
         """Connect; arguments and errors as for `kvrelay.client.blocking.PoolClient.connect`."""
         sock, where = await dial_async(address, tls=tls, timeout_s=timeout_s)
-        client = cls(sock, where)
+        try:
+            client = cls(sock, where)
+        except OSError as error:
+            sock.close()
+            raise unusable(address, error) from error
         try:
             client.welcome = await client._run(hello(name, token), timeout_s=timeout_s)
             how = transport if map_arena else "tcp"

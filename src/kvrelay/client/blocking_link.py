@@ -12,7 +12,7 @@ from kvrelay.client.core.steps import Start, Transfer
 from kvrelay.client.lead import Lead
 from kvrelay.errors import BadRequestError, DeadlineError, KvRelayError, PoolUnavailableError
 from kvrelay.transport import nixl
-from kvrelay.transport.dial import dial
+from kvrelay.transport.dial import dial, unusable
 from kvrelay.wire import messages as m
 
 if TYPE_CHECKING:
@@ -86,7 +86,11 @@ class BlockingLink(Connection):
         """
         deadline = time.monotonic() + timeout_s
         sock, where = dial(address, tls=tls, timeout_s=timeout_s)
-        client = cls(sock, where)
+        try:
+            client = cls(sock, where)
+        except OSError as error:
+            sock.close()
+            raise unusable(address, error) from error
         try:
             client.welcome = client._run(hello(name, token), timeout_s=max(0.0, deadline - time.monotonic()))
             how = transport if map_arena else "tcp"

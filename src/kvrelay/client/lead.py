@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class Lead:
     """Moves the bytes of ``stream``, whose messages ``session`` takes. Any thread may call any method."""
 
+    _wake = -1
+
     def __init__(self, session: Session, stream: Stream[m.Reply], peer: str) -> None:
         self._session = session
         self._stream = stream
@@ -129,4 +131,5 @@ class Lead:
         self._turn.notify_all()
 
     def __del__(self) -> None:
-        os.close(self._wake)
+        if self._wake >= 0:
+            os.close(self._wake)

@@ -24,7 +24,7 @@ def dial(address: str, *, tls: TlsConfig | None, timeout_s: float) -> tuple[sock
     """
     deadline = time.monotonic() + timeout_s
     where = target_of(address, tls)
-    sock, target = where.new_socket()
+    sock, target = _new_socket(where, address)
     sock.settimeout(timeout_s)
     try:
         sock.connect(target)
@@ -48,7 +48,7 @@ async def dial_async(
 ) -> tuple[socket.socket | TlsSocket, Address]:
     """Connect without blocking the loop. Arguments and errors as for `dial`."""
     where = target_of(address, tls)
-    sock, target = where.new_socket()
+    sock, target = _new_socket(where, address)
     sock.setblocking(False)
     secured: TlsSocket | None = None
     try:
@@ -68,6 +68,18 @@ async def dial_async(
         (secured or sock).close()
         raise
     return secured, where
+
+
+def _new_socket(where: Address, address: str) -> tuple[socket.socket, str | tuple[str, int]]:
+    try:
+        return where.new_socket()
+    except OSError as error:
+        raise unusable(address, error) from error
+
+
+def unusable(address: str, error: OSError) -> PoolUnavailableError:
+    """What it is when a connection cannot be had for want of something of this process, such as descriptors."""
+    return PoolUnavailableError(f"no connection to {address} can be made here: {error.strerror or error}")
 
 
 def target_of(address: str, tls: TlsConfig | None) -> Address:

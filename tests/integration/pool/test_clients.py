@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import threading
@@ -233,6 +234,31 @@ def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
     for address in (f"unix:{tmp_path}/nothing", "tcp:127.0.0.1:1"):
         with pytest.raises(PoolUnavailableError, match="no pool answers"):
             PoolClient.connect(address, name="c")
+
+
+def no_descriptor(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize("scarce", ["kvrelay.transport.address.Address.new_socket", "kvrelay.client.lead.os.eventfd"])
+def test_a_process_without_descriptors_is_told_so_and_connects_when_it_has_some(
+    address: str, monkeypatch: pytest.MonkeyPatch, scarce: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(scarce, no_descriptor)
+        with pytest.raises(PoolUnavailableError, match="open files"):
+            PoolClient.connect(address, name="c")
+    with PoolClient.connect(address, name="c") as client:
+        assert client.stat()["connections"] == 1
+
+
+async def test_an_event_loop_without_descriptors_is_told_so(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrelay.transport.address.Address.new_socket", no_descriptor)
+        with pytest.raises(PoolUnavailableError, match="open files"):
+            await AsyncPoolClient.connect(address, name="c")
+    async with await AsyncPoolClient.connect(address, name="c") as client:
+        assert (await client.stat())["connections"] == 1
 
 
 @pytest.mark.parametrize(
