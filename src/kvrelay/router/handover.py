@@ -205,7 +205,7 @@ class Handover:
         if ticket is None or desk is None:
             return
         ticket.answer_ended = True
-        if ticket.settling is None or self.record.life.state is not State.DONE:
+        if ticket.settling is None or not ticket.answer_begun or self.record.life.state is not State.DONE:
             desk.end(ticket)
 
     def drop_ticket(self) -> None:

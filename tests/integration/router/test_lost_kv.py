@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvrelay.router import proving, tickets
-from kvrelay.testing.fake_engine import Behaviour, Exchange, FakeEngine, hang, stream
+from kvrelay.testing.fake_engine import Behaviour, Exchange, FakeEngine, fail, hang, stream
 from kvrelay.testing.fake_tickets import PROMPT_TOKENS, FakePool, a_loss, a_proof
 from kvrelay.testing.raw_http import Answer, RawClient, get, post
 from kvrelay.types import Reason
@@ -160,6 +160,20 @@ async def test_a_loss_told_of_after_the_answer_began_changes_nothing(start: Any)
         begun.set()
         assert await client.chunk() == b"data: [DONE]\n\n"
     assert len(stack.decode.requests) == 1
+
+
+async def test_an_error_after_a_proof_leaves_no_ticket_behind(start: Any) -> None:
+    """1. D proves what it took. 2. It answers with an error all the same. 3. Nothing waits for more of it."""
+    stack: Stack = await start("reprefill")
+
+    async def behave(exchange: Exchange) -> None:
+        await stack.pool.taken(a_proof(told(exchange)))
+        await fail(400)(exchange)
+
+    stack.decode.script(behave)
+    assert (await stack.ask()).status == 400
+    await stack.pool.all_ended()
+    assert await stack.metric("kvrelay_router_tickets_open 0.0")
 
 
 async def test_what_an_earlier_leg_tells_late_does_not_break_off_a_later_one(start: Any) -> None:
