@@ -150,13 +150,14 @@ class Call:
             raise self._error
         if self.ended:
             return
-        if self._full:
-            self._full = False
-            self._connection.resume_reading()
         self._sink = sink
         self._silence_s = limit_s
         self._moving = moving
-        self._deadline.set(limit_s)
+        if not self._paused:  # by what was there already
+            if self._full:
+                self._connection.resume_reading()
+            self._deadline.set(limit_s)
+        self._full = False
         self._done = self._loop.create_future()
         await self._done
 
