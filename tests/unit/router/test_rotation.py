@@ -186,7 +186,8 @@ def test_engine_urls_are_understood(url: str, expected: Address) -> None:
 
 @pytest.mark.parametrize(
     "url", ["", "a:1", "ftp://a", "https://", "http://", "http://a:0", "http://a:x", "http://a:99999", "http://u@a",
-            "http://a?b", "http://a#b", "http://a b", "http://ä"],
+            "http://a?b", "http://a#b", "http://a b", "http://ä", "http://a..b", f"http://{'a' * 64}.b", "http://a\x00",
+            "http://a/\x7f"],
 )  # fmt: skip
 def test_other_urls_are_refused_by_name(url: str) -> None:
     with pytest.raises(BadRequestError, match="http://"):

@@ -60,14 +60,12 @@ def parse_address(url: str) -> Address:
         raise BadRequestError(f"{url!r} is not an engine's URL: write http://HOST:PORT or https://HOST:PORT")
     if port == 0:
         raise BadRequestError(f"{url!r}: port 0 is nobody's: write http://HOST:PORT")
-    if (
-        parts.username is not None
-        or parts.query
-        or parts.fragment
-        or not url.isascii()
-        or any(c.isspace() for c in url)
-    ):
+    if parts.username is not None or parts.query or parts.fragment or any(not "!" <= c <= "~" for c in url):
         raise BadRequestError(f"{url!r}: only a host, a port and a path may be given: write http://HOST:PORT")
+    try:
+        parts.hostname.encode("idna")  # as whoever looks it up will
+    except UnicodeError as error:
+        raise BadRequestError(f"{url!r} names no host ({error}): write http://HOST:PORT") from None
     tls = parts.scheme == "https"
     return Address(host=parts.hostname, port=port or (443 if tls else 80), base=parts.path.rstrip("/"), tls=tls)
 
