@@ -269,10 +269,18 @@ class RouterService:
         """Read API keys and certificates again, for requests and connections from now on.
 
         Raises:
-            ConfigError: a file cannot be used; what was in use stays.
+            ConfigError: files cannot be used; what was in use of these stays, the others count.
         """
-        await self._gate.reload()
-        await self.engines.tls.renew()
+        problems: list[str] = []
+        for read in (self._gate.reload, self.engines.tls.renew, self._renew_certificate):
+            try:
+                await read()
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError(*problems)
+
+    async def _renew_certificate(self) -> None:
         if self._context is not None and self._config.entrance.tls is not None:
             renew(self._context, self._config.entrance.tls)
 

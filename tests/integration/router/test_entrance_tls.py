@@ -111,6 +111,21 @@ async def test_with_an_authority_clients_must_show_its_certificate(engine: Any, 
             assert not (await ask(service.port, context)).startswith(b"HTTP")
 
 
+async def test_a_bad_file_of_keys_keeps_no_new_certificate_out(engine: Any, router: Any, tmp_path: Path) -> None:
+    """1. The certificate is renewed, and somebody broke the file of keys. 2. The one is used, the other told of."""
+    old, new = [await asyncio.to_thread(Authority, tmp_path, name) for name in ("old", "new")]
+    pair, other = [await asyncio.to_thread(authority.server, "localhost") for authority in (old, new)]
+    keys = tmp_path / "keys.toml"
+    keys.write_text("keys = []")
+    service = await router([await engine()], [await engine()], entrance=settings(pair, keys_file=str(keys)))
+    keys.write_text("nonsense")
+    for source, target in zip(other, pair, strict=True):
+        target.write_bytes(source.read_bytes())
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
+        await service.reload_entrance()
+    assert (await ask(service.port, trusting(new))).startswith(b"HTTP/1.1 ")
+
+
 async def test_a_new_certificate_is_used_from_the_next_connection_on(engine: Any, router: Any, tmp_path: Path) -> None:
     old, new = [await asyncio.to_thread(Authority, tmp_path, name) for name in ("old", "new")]
     pair, other = [await asyncio.to_thread(authority.server, "localhost") for authority in (old, new)]

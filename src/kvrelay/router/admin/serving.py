@@ -35,6 +35,8 @@ class Serving:
         self._read_config = read_config
         self._server = None if admin is None else _bind(admin)
         self._reloads: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        """Whose it is reads: what was read last is to be what counts."""
 
     @property
     def told(self) -> str:
@@ -64,10 +66,15 @@ class Serving:
         task.add_done_callback(self._reloads.discard)
 
     async def _reload(self) -> None:
+        async with self._turn:
+            await self._read_again()
+
+    async def _read_again(self) -> None:
         try:
             await self._service.reload_entrance()
         except ConfigError as error:
-            logger.error("SIGHUP: the keys and certificates in use stay: %s", error)  # noqa: TRY400 - said in full
+            for problem in error.problems:
+                logger.error("SIGHUP: what this file held stays in use: %s", problem)  # noqa: TRY400 - said in full
         else:
             logger.info("SIGHUP: keys and certificates have been read again")
         if self._read_config is None:
