@@ -18,6 +18,10 @@ class Line:
         self.due_s: float | None = None
         self.reading = True
 
+    def state(self) -> tuple[bool, float | None]:
+        """Whether the engine is read from, and how long it may say nothing."""
+        return self.reading, self.due_s
+
     @property
     def deadline(self) -> Deadline:
         return cast("Deadline", self)
@@ -58,9 +62,9 @@ async def piped(kept: bytes) -> tuple[Line, Call, asyncio.Task[Any], list[bytes]
 async def test_a_client_that_is_full_at_once_holds_back_an_answer_of_which_much_was_kept() -> None:
     """1. So much of an answer has come that no more was read. 2. It is passed on, and fills the client's buffers."""
     line, call, piping, taken = await piped(bytes(MAX_KEPT_BYTES))
-    assert not line.reading
+    assert line.state() == (False, None)
     call.resume()
-    assert line.reading
+    assert line.state() == (True, 30.0)
     call.on_end()
     await piping
     assert sum(map(len, taken)) == MAX_KEPT_BYTES
@@ -68,8 +72,8 @@ async def test_a_client_that_is_full_at_once_holds_back_an_answer_of_which_much_
 
 async def test_an_engine_has_no_deadline_while_the_client_takes_what_was_there_at_once() -> None:
     line, call, piping, _ = await piped(b"x")
-    assert line.due_s is None
+    assert line.state() == (False, None)
     call.resume()
-    assert line.due_s == 30.0
+    assert line.state() == (True, 30.0)
     call.on_end()
     await piping
