@@ -20,8 +20,10 @@ def client_context(config: TlsConfig, *, minimum: ssl.TLSVersion = ssl.TLSVersio
     """What a client needs to speak TLS: the server's certificate and host name are verified.
 
     Raises:
-        ConfigError: a file cannot be used.
+        ConfigError: a file cannot be used, or the name to expect is none.
     """
+    if (name := config.server_name) is not None and not _is_name(name):
+        raise ConfigError(f"name {name!r} is no host's: give one that is in the server's certificate")
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=config.ca)
     except (OSError, ssl.SSLError) as error:
@@ -32,6 +34,13 @@ def client_context(config: TlsConfig, *, minimum: ssl.TLSVersion = ssl.TLSVersio
     elif config.key is not None:
         raise ConfigError(f"key {config.key!r} means nothing without cert: give the client's certificate too")
     return context
+
+
+def _is_name(name: str) -> bool:
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def server_context(

@@ -172,5 +172,7 @@ def test_files_that_cannot_be_used_and_files_without_use_are_told() -> None:
 
     assert "--engine-tls-ca '/none' is no PEM file" in problems("https://p:1", TlsConfig(ca="/none"))
     assert "--engine-tls-key 'k' means nothing without cert" in problems("https://p:1", TlsConfig(key="k"))
+    for name in ("", ".p", "a..p", "p" * 64):
+        assert f"--engine-tls-name {name!r} is no host's" in problems("https://p:1", TlsConfig(server_name=name))
     assert "mean nothing where every engine is http://" in problems("http://p:1", TlsConfig(server_name="p"))
     check_settings(RouterSettings(prefill=["https://p:1"], decode=["http://d:1"]))
