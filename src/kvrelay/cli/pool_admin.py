@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import sys
 import time
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from kvrelay.cli.admin_api import ask
 from kvrelay.client.token import read_token
-from kvrelay.errors import ConfigError, DeadlineError, PoolUnavailableError, UnauthorizedError
+from kvrelay.errors import DeadlineError, UnauthorizedError
 
 if TYPE_CHECKING:
     import argparse
 
-TIMEOUT_S = 10.0
 LOOK_S = 0.2
 
 
@@ -49,25 +46,7 @@ def _held(state: dict[str, int]) -> str:
 
 
 def _ask(url: str, method: str, token: str | None) -> dict[str, int]:
-    parts = urlsplit(url)
     try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme != "http" or host is None or parts.path.strip("/"):
-        raise ConfigError(f"{url!r} is no admin API: give http://HOST:PORT, as the pool printed it at its start")
-    connection = http.client.HTTPConnection(host, port or 80, timeout=TIMEOUT_S)
-    try:
-        connection.request(method, "/drain", headers={"Authorization": f"Bearer {token}"} if token else {})
-        answer = connection.getresponse()
-        body = json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise PoolUnavailableError(f"no admin API answers at {url}: {error}") from error
-    finally:
-        connection.close()
-    if answer.status == UnauthorizedError.http_status:
-        raise UnauthorizedError(f"{body['error']['message']} (--admin-token-file)")
-    if answer.status != 200:
-        raise PoolUnavailableError(f"{url} answered {answer.status}: {body}")
-    state: dict[str, int] = body
-    return state
+        return ask(url, token, method, "/drain", flag="--admin")
+    except UnauthorizedError as error:
+        raise UnauthorizedError(f"{error} (--admin-token-file)") from None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
+from kvrelay.cli.admin_api import ask
 from kvrelay.client.token import read_token
-from kvrelay.errors import BadRequestError, ConfigError, DeadlineError, KvRelayError, from_code
+from kvrelay.errors import DeadlineError, NotFoundError
 from kvrelay.router.core.admin import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     import argparse
 
-TIMEOUT_S = 15.0
 LOOK_S = 0.2
 DEFAULT_URL = "http://127.0.0.1:8001"
 
@@ -93,7 +92,7 @@ def _drain(args: argparse.Namespace) -> int:
     engine = _ask(args, "DELETE" if args.resume else "POST", f"{_path(args)}/drain")
     if args.wait and not args.resume:
         engine = _wait(args, lambda now: not now["in_flight"] and not now["handovers"])
-    print(_line(engine))
+    print(_line(engine) if engine else f"{args.name} has left")
     return 0
 
 
@@ -136,11 +135,14 @@ def _line(engine: dict[str, Any]) -> str:
 
 
 def _wait(args: argparse.Namespace, done: Any) -> dict[str, Any]:
-    """Look until ``done`` says so, or the engine is gone."""
+    """Look until ``done`` says so; nothing once the engine is gone."""
     deadline = time.monotonic() + args.wait
     while True:
-        engine = _ask(args, "GET", _path(args), missing=True)
-        if not engine or done(engine):
+        try:
+            engine = _ask(args, "GET", _path(args))
+        except NotFoundError:
+            return {}
+        if done(engine):
             return engine
         if time.monotonic() > deadline:
             raise DeadlineError(f"after {args.wait:g} s: {_line(engine)}")
@@ -148,39 +150,6 @@ def _wait(args: argparse.Namespace, done: Any) -> dict[str, Any]:
         time.sleep(LOOK_S)
 
 
-def _ask(
-    args: argparse.Namespace, method: str, path: str, body: object = None, *, missing: bool = False
-) -> dict[str, Any]:
-    """One request. ``missing``: an engine that is not there is no error but nothing."""
+def _ask(args: argparse.Namespace, method: str, path: str, body: object = None) -> dict[str, Any]:
     token = read_token(args.admin_token_file, TOKEN_VARIABLE)
-    parts = urlsplit(args.admin)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme != "http" or host is None or parts.path.strip("/"):
-        raise ConfigError(f"--admin {args.admin!r} is no admin API: give http://HOST:PORT, as the router printed it")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-    connection = http.client.HTTPConnection(host, port or 80, timeout=TIMEOUT_S)
-    try:
-        connection.request(method, path, body=None if body is None else json.dumps(body), headers=headers)
-        answer = connection.getresponse()
-        said: dict[str, Any] = json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise BadRequestError(f"no admin API answers at {args.admin}: {error}; start it with --admin-port") from error
-    finally:
-        connection.close()
-    if answer.status == 404 and missing:
-        return {}
-    if answer.status >= 400:
-        raise _error(said)
-    return said
-
-
-def _error(said: dict[str, Any]) -> KvRelayError:
-    problem = said["error"]
-    if problem["code"] == ConfigError.code:
-        return ConfigError(*problem["message"].splitlines())
-    return from_code(problem["code"], problem["message"])
+    return ask(args.admin, token, method, path, body, flag="--admin-port")
