@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import inspect
 import re
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from kvrelay.router.core.lifecycle import TIMESTAMPS
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.counting import Counter, Family
+from kvrelay.router.errors import EngineError
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.reloading import LIVE
 from kvrelay.testing.fake_control import FakeControl
@@ -187,6 +189,27 @@ def test_reasons_and_proofs(tables: Tables) -> None:
 def test_errors_of_the_pool(tables: Tables) -> None:
     told = [(plain(row[0]), plain(row[1])) for row in tables.rows("docs/pool.md", "Errors")]
     assert sorted(told) == sorted((code, cls.__name__) for code, cls in errors.BY_CODE.items())
+
+
+def test_errors_of_the_router(root: Path, tables: Tables) -> None:
+    """A refusal is made with its status and code, or of an error that has them."""
+    made: set[tuple[object, object]] = {(503, "queue_full"), (503, "queue_timeout")}  # the gatekeeper's reasons
+    made |= {(kind.http_status, kind.code) for kind in EngineError.__subclasses__()}
+    for file in (root / "src/kvrelay/router").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Refusal":
+                status, code = node.args[:2]
+                if isinstance(status, ast.Constant) and isinstance(code, ast.Constant):
+                    made.add((status.value, code.value))
+                elif isinstance(status, ast.Constant) and isinstance(code, ast.Name):
+                    module = import_module(".".join(file.relative_to(root / "src").with_suffix("").parts))
+                    made.add((status.value, getattr(module, code.id)))
+    told: set[tuple[object, object]] = set()
+    for row in tables.rows("docs/router.md", "Errors"):
+        statuses = [int(status) for status in row[0].split(", ")]
+        codes = re.findall(r"`(\w+)`", row[1])
+        told |= set(zip(statuses, codes, strict=True) if len(statuses) > 1 else ((statuses[0], code) for code in codes))
+    assert told == made
 
 
 def test_numbers_of_pool_stat(tables: Tables) -> None:
