@@ -11,7 +11,6 @@ from zero, so a failure must be remembered.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -19,9 +18,10 @@ from msgspec.structs import replace
 
 from kvrelay.connector.core.matching import load_end
 from kvrelay.connector.core.orders import LoadKind, LoadOrder, RankReport, SaveOrder, StepOrders
+from kvrelay.connector.core.proofs import proof_of
 from kvrelay.connector.core.requests import Entry, Event, HandOver, Phase
 from kvrelay.connector.core.sync_loads import SyncLoads
-from kvrelay.types import Proof, Reason
+from kvrelay.types import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvrelay.connector.core.sync_loads import Ended
     from kvrelay.connector.core.tables import Tables
     from kvrelay.identity.core.chunks import Chunk
+    from kvrelay.types import Proof
 
 
 class Finish(Struct, frozen=True):
@@ -243,7 +244,7 @@ class Ledger:
             return promised - local
         prefill = entry.hand_over is not None and entry.hand_over.leg == "prefill"
         near = entry.sealed and not prefill and not entry.staged
-        entry.near = near and self._sync.fits(_share(entry, near_end - local))
+        entry.near = near and self._sync.fits(entry.share_bytes(near_end - local))
         end = near_end if entry.near else load_end(entry.matched_end, entry.prompt_tokens, self._tables)
         return end - local
 
@@ -281,7 +282,7 @@ class Ledger:
             entry.found_end, entry.short = entry.prompt_tokens, Reason.NONE
         if entry.near:
             self._loading_now[entry.request_id] = entry
-            self._sync.claim(order, block_ids[0], _share(entry, external))
+            self._sync.claim(order, block_ids[0], entry.share_bytes(external))
         else:
             self._sync.passed_by()
         self._new_loads.append(order)
@@ -292,7 +293,7 @@ class Ledger:
         Tokens beyond those the engine has accepted, such as drafts, do not count. While a synchronous load is under way
         none do: a rank does not know that another's failed, and what is computed from it is worth nothing.
         """
-        return self.saves and not self.loads_now(entry) and _next_end(entry) <= _certain(entry, computed)
+        return self.saves and not self.loads_now(entry) and entry.next_end <= entry.certain(computed)
 
     def order_save(self, entry: Entry, computed: int, block_ids: Sequence[Sequence[int]]) -> SaveOrder:
         """Save every chunk that is complete with ``computed`` tokens and was not ordered yet.
@@ -304,8 +305,8 @@ class Ledger:
         """
         chunks: list[Chunk] = []
         prompt = entry.next_chunk < len(entry.chunks)
-        while _next_end(entry) <= _certain(entry, computed):
-            chunks.append(_next(entry))
+        while entry.next_end <= entry.certain(computed):
+            chunks.append(entry.next())
             entry.next_chunk += 1
         entry.orders += 1
         self._orders += 1
@@ -331,29 +332,7 @@ class Ledger:
         ``handover`` is empty unless this is the decode leg of one.
         """
         entry.scheduled = True
-        over = entry.hand_over if entry.hand_over and entry.hand_over.leg == "decode" else None
-        computed = min(computed, entry.prompt_tokens)
-        local = min(entry.local, computed)
-        recomputed = entry.prompt_tokens - computed
-        fresh = sum(max(0, min(chunk.end, computed) - max(chunk.start, local)) for chunk in entry.fresh)
-        reasons = _reasons(entry, computed) if recomputed > 1 else {}
-        return Proof(
-            handover=over.id if over else "",
-            request_id=entry.request_id,
-            worker=over.worker if over else "",
-            engine=self._engine,
-            prompt_tokens=entry.prompt_tokens,
-            handed_over_tokens=fresh,
-            earlier_tokens=computed - local - fresh,
-            local_tokens=local,
-            recomputed_tokens=recomputed,
-            bytes=entry.bytes,
-            wait_ms=entry.wait_s * 1e3,
-            transfer_ms=entry.transfer_s * 1e3,
-            reason=max(reasons, key=reasons.__getitem__, default=""),
-            reasons=reasons,
-            attempt=over.attempt if over else 1,
-        )
+        return proof_of(entry, computed, self._engine)
 
     def preempted(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """These lost their blocks. What they had saved is ordered again when they come back. Returns those known."""
@@ -488,42 +467,3 @@ class Ledger:
             assert not self.loads_now(entry) or entry.phase in (Phase.LOADING, Phase.ENDED)
         leases = [entry.lease for entry in self._entries.values() if entry.lease] + self._releases
         assert len(leases) == len(set(leases))
-
-
-def _next_end(entry: Entry) -> float:
-    """Where the next chunk to be saved ends; infinite if there will be none."""
-    beyond = entry.next_chunk - len(entry.chunks)
-    if beyond < 0:
-        return entry.chunks[entry.next_chunk].end
-    return entry.growth.end(beyond) if entry.growth is not None else math.inf
-
-
-def _next(entry: Entry) -> Chunk:
-    beyond = entry.next_chunk - len(entry.chunks)
-    if beyond < 0 or entry.growth is None:
-        return entry.chunks[entry.next_chunk]
-    return entry.growth.chunk(beyond)
-
-
-def _certain(entry: Entry, computed: int) -> int:
-    """How many of the first ``computed`` tokens the engine has accepted."""
-    known = entry.growth.known_tokens if entry.growth is not None else entry.prompt_tokens
-    return min(computed, known)
-
-
-def _reasons(entry: Entry, computed: int) -> dict[str, int]:
-    """Why the prompt's tokens from ``computed`` on were not loaded: how many, by reason."""
-    found = max(computed, min(entry.found_end, entry.prompt_tokens))
-    tokens = {
-        str(entry.short or entry.reason or Reason.MISS): entry.prompt_tokens - found,
-        # of what was found
-        str(entry.reason or entry.short or Reason.MISS): found - computed,
-    }
-    if len(tokens) == 1:
-        return dict.fromkeys(tokens, entry.prompt_tokens - computed)
-    return {reason: count for reason, count in tokens.items() if count}
-
-
-def _share(entry: Entry, tokens: int) -> int:
-    """About how many bytes so many of a request's matched tokens are."""
-    return -(-entry.matched_bytes * tokens // entry.matched_end)

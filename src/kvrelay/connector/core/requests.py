@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,30 @@ class Entry(Struct, kw_only=True):
     def ticket(self) -> str | None:
         """The hand-over that protects what it saves, if any."""
         return self.hand_over.id if self.hand_over is not None and self.hand_over.leg == "prefill" else None
+
+    @property
+    def next_end(self) -> float:
+        """Where the next chunk to be saved ends; infinite if there will be none."""
+        beyond = self.next_chunk - len(self.chunks)
+        if beyond < 0:
+            return self.chunks[self.next_chunk].end
+        return self.growth.end(beyond) if self.growth is not None else math.inf
+
+    def next(self) -> Chunk:
+        """The next chunk to be saved, which there is."""
+        beyond = self.next_chunk - len(self.chunks)
+        if beyond < 0 or self.growth is None:
+            return self.chunks[self.next_chunk]
+        return self.growth.chunk(beyond)
+
+    def certain(self, computed: int) -> int:
+        """How many of its first ``computed`` tokens the engine has accepted."""
+        known = self.growth.known_tokens if self.growth is not None else self.prompt_tokens
+        return min(computed, known)
+
+    def share_bytes(self, tokens: int) -> int:
+        """About how many bytes so many of its matched tokens are."""
+        return -(-self.matched_bytes * tokens // self.matched_end)
 
     def move(self, event: Event) -> None:
         """Take one transition; raises `IllegalTransitionError` when the table has none."""
