@@ -12,14 +12,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay import openfiles
-from kvrelay.cli import kv, router_engines, router_entrance, router_file, router_key, router_resilience, routing
+from kvrelay.cli import (
+    kv,
+    router_engines,
+    router_entrance,
+    router_file,
+    router_key,
+    router_observing,
+    router_resilience,
+    routing,
+)
 from kvrelay.cli.status import exit_status
 from kvrelay.errors import ConfigError
 from kvrelay.hosts import in_address
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.config import RouterConfig, RouterSettings
-from kvrelay.router.core.observing.forwarding import HeaderSettings
-from kvrelay.router.core.observing.settings import Observing
 from kvrelay.router.entrance.settings import exposed_without
 from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 
@@ -120,28 +127,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="largest request body (%(default)s)",
     )
     router_entrance.add_arguments(serve)
-    serve.add_argument(
-        "--access-log", metavar="FILE", help="one line of JSON for each request, to a file or - for standard output"
-    )
-    serve.add_argument(
-        "--otlp-endpoint", metavar="URL", help="an OpenTelemetry collector for traces, such as http://127.0.0.1:4318"
-    )
-    serve.add_argument(
-        "--trace-ratio", type=float, default=_DEFAULTS.observing.trace_ratio, metavar="SHARE",
-        help="share of the requests traced, of those whose client does not say (%(default)g)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--forward-header", action="append", default=[], metavar="NAME",
-        help="only client headers of these names reach engines; NAME* for all that begin so; repeat for more",
-    )  # fmt: skip
-    serve.add_argument(
-        "--request-id-header", action="append", default=[], metavar="NAME",
-        help="a client header that names a request where there is no x-request-id; repeat for more",
-    )  # fmt: skip
-    serve.add_argument(
-        "--drop-header", action="append", default=[], metavar="NAME",
-        help="client headers of this name do not reach engines; repeat for more",
-    )  # fmt: skip
+    router_observing.add_arguments(serve)
     router_resilience.add_options(serve)
     router_file.add_option(serve)
     serve.add_argument(
@@ -180,16 +166,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         tokenise=args.tokenise,
         max_body_mib=args.max_body_mib,
         workers=args.workers,
-        observing=Observing(
-            access_log=args.access_log,
-            otlp_endpoint=args.otlp_endpoint,
-            trace_ratio=args.trace_ratio,
-            headers=HeaderSettings(
-                forward=tuple(args.forward_header),
-                drop=tuple(args.drop_header),
-                request_id=tuple(args.request_id_header),
-            ),
-        ),
+        observing=router_observing.settings_of(args),
         resilience=router_resilience.read(args),
         admin=router_resilience.read_admin(args),
         entrance=router_entrance.settings_of(args),

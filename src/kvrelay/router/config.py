@@ -126,24 +126,7 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     elif settings.pool is not None and not profile.uses_pool:
         problems.append(f"--pool means nothing to --connector {settings.connector}: leave it out")
     token = _pool_token(settings, problems) if settings.pool is not None else None
-    for flag, value in (
-        ("--connect-timeout", settings.connect_timeout_s),
-        ("--prefill-timeout", settings.prefill_timeout_s),
-        ("--handover-timeout", settings.handover_timeout_s),
-        ("--decode-timeout", settings.decode_timeout_s),
-        ("--ticket-timeout", settings.ticket_timeout_s),
-    ):
-        if value is not None and not 0 < value <= MAX_LEASE_S:
-            problems.append(f"{flag} {value:g} is out of range: give seconds above 0, up to {MAX_LEASE_S:g}")
-    if not 0 <= settings.drain_timeout_s <= MAX_LEASE_S:
-        problems.append(
-            f"--drain-timeout {settings.drain_timeout_s:g} is out of range: give seconds up to {MAX_LEASE_S:g}"
-        )
-    if settings.prefill_timeout_s is not None and settings.prefill_timeout_s > settings.handover_timeout_s:
-        problems.append(
-            f"--prefill-timeout {settings.prefill_timeout_s:g} is longer than --handover-timeout"
-            f" {settings.handover_timeout_s:g}, which it is a part of: lower the one or raise the other"
-        )
+    problems += _time_problems(settings)
     problems += _count_problems(settings)
     problems += settings.resilience.problems()
     admin = _admin(settings.admin, problems)
@@ -196,6 +179,25 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         admin=admin,
         engine_tls=settings.engine_tls,
     )
+
+
+def _time_problems(settings: RouterSettings) -> Iterator[str]:
+    for flag, value in (
+        ("--connect-timeout", settings.connect_timeout_s),
+        ("--prefill-timeout", settings.prefill_timeout_s),
+        ("--handover-timeout", settings.handover_timeout_s),
+        ("--decode-timeout", settings.decode_timeout_s),
+        ("--ticket-timeout", settings.ticket_timeout_s),
+    ):
+        if value is not None and not 0 < value <= MAX_LEASE_S:
+            yield f"{flag} {value:g} is out of range: give seconds above 0, up to {MAX_LEASE_S:g}"
+    if not 0 <= settings.drain_timeout_s <= MAX_LEASE_S:
+        yield f"--drain-timeout {settings.drain_timeout_s:g} is out of range: give seconds up to {MAX_LEASE_S:g}"
+    if settings.prefill_timeout_s is not None and settings.prefill_timeout_s > settings.handover_timeout_s:
+        yield (
+            f"--prefill-timeout {settings.prefill_timeout_s:g} is longer than --handover-timeout"
+            f" {settings.handover_timeout_s:g}, which it is a part of: lower the one or raise the other"
+        )
 
 
 def _count_problems(settings: RouterSettings) -> Iterator[str]:
