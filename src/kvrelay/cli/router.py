@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import Any
 
-    from kvrelay.router.tickets import TicketClient
+    from kvrelay.router.pool_link import TicketClient
     from kvrelay.router.workers import Seat
 
     ReadConfig = Callable[[], RouterConfig]

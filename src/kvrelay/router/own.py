@@ -80,7 +80,7 @@ class OwnPages:
         states = await asyncio.gather(*(self._state(engine) for engine in self._engines.all))
         able = any(state["role"] in self._able and state["healthy"] and not state["draining"] for state in states)
         whole = all(state["healthy"] for state in states)
-        pool = "unused" if self._desk is None else "up" if self._desk.up else "away"
+        pool = "unused" if self._desk is None else "up" if self._desk.link.up else "away"
         status = "draining" if self.draining else ("ok" if whole else "degraded") if able else "unavailable"
         view = {
             "status": status,

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from kvrelay.router.config import RouterConfig
     from kvrelay.router.http.reply import Reply
-    from kvrelay.router.tickets import TicketClient
+    from kvrelay.router.pool_link import TicketClient
     from kvrelay.router.workers import Seat
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class RouterService:
         self._finder = finder = make_finder(config.kv, policies.values(), engines, metrics.kv)
         pool_index = None
         if config.kv.pool_index and self._desk is not None:
-            pool_index = PoolIndex(self._desk, census, engines)
+            pool_index = PoolIndex(self._desk.link, census, engines)
         self._disaggregator = Disaggregator(
             engines,
             self._catalogue,

@@ -1,31 +1,31 @@
-"""Hand-over tickets: the router's one connection to the pool, and what is asked of it for each request.
+"""Hand-over tickets: what is asked of the pool for each request.
 
-The pool is a help, not a need: while it is away requests go on without tickets and proofs, and it is looked for in the
-background. Tickets die with the connection that opened them, so nothing has to be remembered across one.
+The pool is a help, not a need: while it is away requests go on without tickets and proofs. Tickets die with the
+connection that opened them, so nothing has to be remembered across one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvrelay.circuit import Circuit, State
-from kvrelay.errors import KvRelayError, NotFoundError, PoolUnavailableError
+from kvrelay.errors import KvRelayError, NotFoundError
+from kvrelay.router.pool_link import PoolLink
 from kvrelay.types import Proof, read_note
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
-    from kvrelay.client.core.names import PrefixCount
     from kvrelay.router.census import Census
     from kvrelay.router.core.records import Record
     from kvrelay.router.metrics import RouterMetrics
+    from kvrelay.router.pool_link import TicketClient
     from kvrelay.types import Lost
-    from kvrelay.wire.messages import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -33,52 +33,6 @@ SLOW_S, LONGEST_PAUSE_S = 1.0, 30.0
 """From opening the circuit to the first probe, and between probes at most."""
 PROOF_TIMEOUT_S = 1.0
 """After the first bytes of an answer, for the first proof; and after its end, for the last."""
-CHECK_S = 2.0
-"""Between looks whether the pool is still there."""
-CENSUS_S = 30.0
-"""Between looks at which engines are registered."""
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
-
-
-class TicketClient(Protocol):
-    """What the desk needs of `kvrelay.client.aio.AsyncPoolClient`. Errors are `KvRelayError`; every wait is bounded."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the connection has ended: every call fails from then on."""
-        ...
-
-    async def open_ticket(self, ticket: str, deadline_s: float) -> None:
-        """Open a ticket, owned by this connection."""
-        ...
-
-    async def end_ticket(self, ticket: str) -> None:
-        """End it. ``NotFoundError`` if it has ended."""
-        ...
-
-    async def seal_ticket(self, ticket: str) -> None:
-        """Nothing more will be announced under it. ``NotFoundError`` if it has ended."""
-        ...
-
-    async def collect(self, ticket: str, timeout_s: float) -> list[bytes]:
-        """Take its notes; waits for the first if there is none."""
-        ...
-
-    async def count_prefix(self, keys: Sequence[bytes]) -> PrefixCount:
-        """How long the prefix of ``keys`` is that the pool holds."""
-        ...
-
-    async def stat(self) -> dict[str, int]:
-        """Any cheap round trip."""
-        ...
-
-    async def engines(self) -> list[Engine]:
-        """Which engines are registered."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connection."""
-        ...
 
 
 class Ticket:
@@ -155,54 +109,31 @@ class TicketDesk:
         A request waits no longer than ``patience_s`` for its ticket; then the next go without, until one probes the
         pool again.
         """
-        self._connect = connect
-        self._census = census
-        self._census_due = 0.0
+        self.link = PoolLink(connect, metrics=metrics, census=census, on_arrival=self._begin_anew)
         self.deadline_s = deadline_s
         self._patience_s = patience_s
         self._metrics = metrics
-        self._client: TicketClient | None = None
-        self._lost = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: dict[str, Ticket] = {}
         self._circuit = Circuit(failures=1, first_pause_s=SLOW_S, longest_pause_s=max(SLOW_S, LONGEST_PAUSE_S))
 
-    @property
-    def up(self) -> bool:
-        """Whether the pool is there, as far as is known."""
-        return self._client is not None
-
     async def start(self) -> None:
-        """Connect, or begin to look for the pool if it is away.
-
-        Raises:
-            KvRelayError: the pool is there and will not have us: wrong token, other version.
-        """
-        try:
-            self._arrived(await self._connect())
-        except PoolUnavailableError as error:
-            logger.warning("the pool is away (%s): requests go on without tickets and proofs until it is back", error)
-        self._keeper = asyncio.create_task(self._keep())
+        """Reach for the pool, as `PoolLink.start` does."""
+        await self.link.start()
 
     async def close(self) -> None:
         """End what is open and disconnect."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper})
         for ticket in list(self._open.values()):
             self.end(ticket)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=PROOF_TIMEOUT_S)
         for task in self._tasks:
             task.cancel()
-        if self._client is not None:
-            await self._client.close()
-            self._departed()
+        await self.link.close()
 
     async def open(self, record: Record, expected: int) -> Ticket | None:
         """A ticket in the record's name; None while the pool is away or slow."""
-        client, circuit = self._client, self._circuit
+        client, circuit = self.link.client, self._circuit
         loop = asyncio.get_running_loop()
         if client is None or not circuit.allow(loop.time()):
             return None
@@ -223,12 +154,17 @@ class TicketDesk:
             raise
         except KvRelayError as error:
             circuit.forgotten()
-            self._failed(client, error)
+            self.link.failed(client, error)
             return None
         self._answered_in_time()
         self._open[ticket.name] = ticket
         self._metrics.tickets_open.set(len(self._open))
         return ticket
+
+    def _begin_anew(self) -> None:
+        """What was known of how fast the pool is was known of another connection."""
+        self._circuit.reset()
+        self._metrics.circuit_open.set(0)
 
     def _answered_in_time(self) -> None:
         was = self._circuit.state
@@ -236,14 +172,6 @@ class TicketDesk:
         if was is not State.CLOSED and self._circuit.state is State.CLOSED:
             self._metrics.circuit_open.set(0)
             logger.info("the pool opens tickets in time again")
-
-    async def count_sealed(self, keys: Sequence[bytes]) -> int:
-        """How many of these objects, from the first on, are whole in the pool; 0 while it is away.
-
-        Raises:
-            KvRelayError: it does not say.
-        """
-        return 0 if self._client is None else (await self._client.count_prefix(keys)).sealed
 
     def watch(self, ticket: Ticket) -> None:
         """Take notes from now on, before there is an answer."""
@@ -299,7 +227,7 @@ class TicketDesk:
         except NotFoundError:
             pass  # its deadline has passed
         except KvRelayError as error:
-            self._failed(ticket.client, error)
+            self.link.failed(ticket.client, error)
         finally:
             ticket.no_more()
             self.end(ticket)
@@ -323,63 +251,7 @@ class TicketDesk:
         except NotFoundError:
             pass
         except KvRelayError as error:
-            self._failed(ticket.client, error)
-
-    def _failed(self, client: TicketClient, error: KvRelayError) -> None:
-        if not client.closed:
-            logger.warning("pool: %s", error)
-        elif client is self._client:
-            logger.warning("the pool is gone (%s): requests go on without tickets and proofs until it is back", error)
-            self._departed()
-            self._lost.set()
-
-    def _arrived(self, client: TicketClient) -> None:
-        self._client = client
-        self._circuit.reset()
-        self._metrics.circuit_open.set(0)
-        self._census_due = 0.0
-        self._lost.clear()
-        self._metrics.pool_up.set(1)
-
-    def _departed(self) -> None:
-        self._client = None
-        self._metrics.pool_up.set(0)
-
-    async def _keep(self) -> None:
-        backoff_s = MIN_BACKOFF_S
-        while True:
-            if self._client is None:
-                try:
-                    self._arrived(await self._connect())
-                    logger.info("the pool is back")
-                except KvRelayError as error:
-                    away = isinstance(error, PoolUnavailableError)
-                    logger.log(logging.DEBUG if away else logging.WARNING, "no pool yet: %s", error)
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-                continue
-            await self._check(self._client)
-            if not self.up:  # it takes connections, and answers nothing
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-                continue
-            backoff_s = MIN_BACKOFF_S
-            try:
-                async with asyncio.timeout(CHECK_S):
-                    await self._lost.wait()
-            except TimeoutError:
-                pass
-
-    async def _check(self, client: TicketClient) -> None:
-        now = asyncio.get_running_loop().time()
-        try:
-            if now < self._census_due:
-                await client.stat()
-            else:
-                self._census.take(await client.engines())
-                self._census_due = now + CENSUS_S
-        except KvRelayError as error:
-            self._failed(client, error)
+            self.link.failed(ticket.client, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvrelay.client.aio import AsyncPoolClient
-from kvrelay.router import tickets
+from kvrelay.router import pool_link
 from kvrelay.testing.pool import PoolThread
 from kvrelay.testing.raw_http import get
 
@@ -56,8 +56,8 @@ async def test_engines_that_cannot_exchange_kv_are_told_once_and_served_all_the_
     engine: Any, router: Any, pool: PoolThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """1. P0 and D0 differ at the router's start. 2. D0 is started again with P0's settings."""
-    monkeypatch.setattr(tickets, "CENSUS_S", 0.02)
-    monkeypatch.setattr(tickets, "CHECK_S", 0.01)
+    monkeypatch.setattr(pool_link, "CENSUS_S", 0.02)
+    monkeypatch.setattr(pool_link, "CHECK_S", 0.01)
     fakes = [await engine(), await engine()]
     prefill = await register(pool, "P0", "a", kv_dtype="float32", layers="4")
     decode = await register(pool, "D0", "b", kv_dtype="bfloat16", layers="4")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvrelay.router.core.policy.base import RequestView
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.messages import Request
-    from kvrelay.router.tickets import TicketDesk
+    from kvrelay.router.pool_link import PoolLink
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,9 @@ _decode_cards = msgspec.json.Decoder(_Cards).decode
 class PoolIndex:
     """Asks the pool."""
 
-    def __init__(self, desk: TicketDesk, census: Census, engines: Engines) -> None:
+    def __init__(self, link: PoolLink, census: Census, engines: Engines) -> None:
         """``census``: whose engines' keys are asked for."""
-        self._desk = desk
+        self._link = link
         self._census = census
         self._engines = engines
         self._circuit = Circuit(first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
@@ -72,7 +72,7 @@ class PoolIndex:
             return 0
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                found = await self._desk.count_sealed(names.keys)
+                found = await self._link.count_sealed(names.keys)
         except (KvRelayError, TimeoutError) as error:
             logger.debug("how much the pool holds of a prompt: %r", error)
             self._circuit.failed(self._engines.now)
