@@ -203,7 +203,11 @@ def _run_workers(config: RouterConfig, again: ReadConfig | None) -> int:
     def work(seat: Seat) -> int:
         for handler in logging.getLogger().handlers:
             handler.setFormatter(logging.Formatter(_LOG_FORMAT.replace(":", f" [worker {seat.number}]:", 1)))
-        return exit_status(lambda: 0 * _run(as_it_is_now(config, again), again, seat))
+        return exit_status(lambda: serve(seat))
+
+    def serve(seat: Seat) -> int:
+        _run(as_it_is_now(config, again), again, seat)
+        return 0
 
     try:
         workers = Workers(config.workers, config.host, config.port, work)
