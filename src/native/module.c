@@ -1,6 +1,7 @@
 /* kvrelay._native: what has to be fast. src/kvrelay/_native.pyi says what each function does. */
 #include "batches.h"
 #include "catalog.h"
+#include "http.h"
 #include "pages.h"
 #include "payload.h"
 
@@ -55,6 +56,7 @@ static int fill(PyObject *module) {
     int added = PyModule_AddObjectRef(module, "KERNELS", names);
     Py_DECREF(names);
     if (added < 0 || PyModule_AddFunctions(module, batch_methods) < 0) return -1;
+    if (PyModule_AddFunctions(module, http_methods) < 0) return -1;
     if (PyModule_AddType(module, &CatalogType) < 0) return -1;
     if (PyModule_AddType(module, &pages_type) < 0) return -1;
     return PyModule_AddType(module, &payload_type);

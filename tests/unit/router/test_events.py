@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.core.events import MAX_HELD_BYTES, EventCutter
+from kvrelay.router.core.events import MAX_HELD_BYTES, EventCutter, count_ends
 
 pieces = st.lists(
     st.lists(st.sampled_from([b"a", b"data: x", b"\n", b"\r\n", b"\n\n"]), max_size=6).map(b"".join), max_size=8
@@ -42,3 +42,8 @@ def test_an_unfinished_event_waits_for_its_end() -> None:
 def test_a_stream_without_events_is_not_held_for_ever() -> None:
     data = b"x" * (MAX_HELD_BYTES + 1)
     assert EventCutter().feed(data) == data
+
+
+@given(st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"\n\n", b"\n\n\n"]), max_size=24).map(b"".join))
+def test_ends_of_events_are_counted_as_python_counts_them(data: bytes) -> None:
+    assert count_ends(data) == data.count(b"\n\n")

@@ -6,8 +6,23 @@ ends, so the last, unfinished event is held back until the rest of it is there.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from kvrelay.native import native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MAX_HELD_BYTES = 256 << 10
 """A longer event (or a stream that is none) is passed on in pieces."""
+
+
+def _count_ends(data: bytes) -> int:
+    return data.count(b"\n\n")
+
+
+count_ends: Callable[[bytes], int] = getattr(native, "count_event_ends", _count_ends)
+"""How many events end in ``data``, by the blank lines behind them."""
 
 
 class EventCutter:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     Headers = Sequence[tuple[bytes, bytes]]
 
@@ -19,17 +19,22 @@ MAX_WRAPPING_BYTES = 16 << 10
 CHUNK_LINE_BYTES = 24
 """What a chunk's size and its line ends need at most: sixteen digits, two CRLF, and a short extension."""
 _TRANSFER, _HOST, _CHUNKED = b"transfer-encoding", b"host", b"chunked"
+_LONE = [_CHUNKED]
 _CODING = "a Transfer-Encoding other than one 'chunked'"
 
 
-def request_problem(version: str, target: bytes, headers: Headers) -> str:
-    """Why a head the parser took is refused; nothing where it is well. ``version``: ``1.0`` or ``1.1``."""
-    names = [name for name, _ in headers]
-    if _TRANSFER in names and (problem := _coding_problem(version, headers)):
+def request_problem(version: str, target: bytes, headers: Headers, by_name: Mapping[bytes, bytes]) -> str:
+    """Why a head the parser took is refused; nothing where it is well. ``version``: ``1.0`` or ``1.1``.
+
+    ``by_name``: ``headers``, one of each name.
+    """
+    if _TRANSFER in by_name and (problem := _coding_problem(version, headers)):
         return problem
-    hosts = names.count(_HOST)
-    if hosts > 1 or (not hosts and version != "1.0"):
-        return "several Host headers" if hosts else "no Host header"
+    if _HOST not in by_name:
+        if version != "1.0":
+            return "no Host header"
+    elif len(by_name) < len(headers) and [name for name, _ in headers].count(_HOST) > 1:
+        return "several Host headers"
     return "a fragment in the request's target" if b"#" in target else ""
 
 
@@ -47,6 +52,8 @@ def response_problem(version: str, status: int, reason: bytes, headers: Headers)
 def _coding_problem(version: str, headers: Headers) -> str:
     codings = [value for name, value in headers if name == _TRANSFER]
     if not codings:
+        return ""
+    if codings == _LONE and version != "1.0":
         return ""
     if len(codings) > 1 or codings[0].strip().lower() != _CHUNKED:
         return _CODING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.router.core.answers import JSON, Dialect, dialect_of
+from kvrelay.router.core.events import count_ends
 from kvrelay.router.http.messages import REASONS, render
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Reply:
         head, self._head = self._head, b""
         tail = b""
         if self._chunked:
-            self.num_events += data.count(b"\n\n")
+            self.num_events += count_ends(data)
             head = b"%b%x\r\n" % (head, len(data))
             tail = b"\r\n0\r\n\r\n" if end else b"\r\n"
             self._ended = end

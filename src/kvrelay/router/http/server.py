@@ -18,7 +18,7 @@ from msgspec import Struct
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.framing import is_mostly_wrapping, request_problem
 from kvrelay.router.http.deadline import Deadline
-from kvrelay.router.http.messages import Headers, Request, find, render
+from kvrelay.router.http.messages import Headers, Request, first_by_name, render
 from kvrelay.router.http.reply import Reply
 from kvrelay.router.http.watch import keep_watch
 
@@ -85,6 +85,8 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._target = b""
         self._headers: Headers = []
+        self._by_name: dict[bytes, bytes] = {}
+        self._http_1_0 = False
         self._body: list[bytes | bytearray] = []
         self._body_bytes = 0
         self._head_bytes = 0
@@ -192,15 +194,17 @@ class Connection(asyncio.Protocol):
         if version not in {"1.1", "1.0"}:
             self._refuse(Refusal(505, "http_version", "This server speaks HTTP/1.1"))
             return
-        if problem := request_problem(version, self._target, headers):
+        self._http_1_0 = version == "1.0"
+        self._by_name = by_name = first_by_name(headers)
+        if problem := request_problem(version, self._target, headers, by_name):
             self._refuse(Refusal(400, "malformed_request", f"This request cannot be served: {problem}"))
             return
-        length = find(headers, b"content-length")
+        length = by_name.get(b"content-length")
         if length is not None and int(length) > limits.max_body_bytes:
             self._refuse_body()
             return
-        expect = find(headers, b"expect")
-        much = int(length) > UNSCREENED_BYTES if length is not None else find(headers, b"transfer-encoding") is not None
+        expect = by_name.get(b"expect")
+        much = int(length) > UNSCREENED_BYTES if length is not None else b"transfer-encoding" in by_name
         if (much or expect is not None) and self._screen is not None and (refused := self._screen(headers)) is not None:
             self._refuse(refused)
             return
@@ -244,8 +248,9 @@ class Connection(asyncio.Protocol):
             target=target,
             headers=self._headers,
             body=body,
-            http_1_0=self._parser.get_http_version() == "1.0",
+            http_1_0=self._http_1_0,
             keep_alive=self._parser.should_keep_alive(),
+            by_name=self._by_name,
         )
         self._body = []
         self._waiting.append(request)
@@ -277,7 +282,7 @@ class Connection(asyncio.Protocol):
             self._refuse(Refusal(405, "method", "This is not a proxy"))
             return b""
         line = b"%b %b HTTP/%b\r\n" % (method, self._target, version)
-        headers = render(header for header in self._headers if header[0] != b"upgrade")
+        headers = render([header for header in self._headers if header[0] != b"upgrade"])
         self._parser = httptools.HttpRequestParser(self)
         return line + headers + b"\r\n" + rest
 
