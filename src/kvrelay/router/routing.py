@@ -140,7 +140,7 @@ class Routing:
         """A prefill engine has answered."""
         if not self._learns:
             return
-        engine.load.ttft.add(seconds, self._engines.now)
+        engine.load.add_ttft(seconds, self._engines.now)
         try:
             usage = _decode_answer(answer).usage
         except msgspec.MsgspecError:
@@ -158,7 +158,7 @@ class Routing:
         if not streamed or not self._learns:
             return
         stamps = record.life.timestamps
-        engine.load.ttft.add(stamps["migration_end"] - stamps["migration_begin"], self._engines.now)
+        engine.load.add_ttft(stamps["migration_end"] - stamps["migration_begin"], self._engines.now)
         verdict = record.verdict
         if self.conditional is not None and verdict is not None and verdict.why != "unsized" and _went_straight(record):
             threshold = self.conditional.threshold
@@ -194,7 +194,7 @@ class Routing:
         """A stream of so many events has ended."""
         stamps = record.life.timestamps
         if num_events > 1:
-            engine.load.itl.add((stamps["decode_end"] - stamps["decode_begin"]) / (num_events - 1), self._engines.now)
+            engine.load.add_itl((stamps["decode_end"] - stamps["decode_begin"]) / (num_events - 1), self._engines.now)
 
     def proven(self, text: _Text, engine: str, thought: int, proof: Proof) -> None:
         """An engine that was thought to have so many of a prompt's tokens says what it had."""

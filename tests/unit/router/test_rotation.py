@@ -91,6 +91,31 @@ def test_an_engine_that_drains_is_not_picked_and_one_that_is_preferred_is_if_it_
     assert picker.pick(fleet, 0.5) is None
 
 
+def test_what_a_policy_is_shown_is_what_engines_are_at_that_moment_whoever_changed_last() -> None:
+    fleet = engines(3)
+    picker = Picker(RoundRobin(), random.Random(1))
+
+    def shown(now: float) -> list[tuple[int, int, float | None, bool, bool]]:
+        views = picker.views(fleet, now)
+        assert views == tuple(picker.views([engine], now)[0] for engine in fleet)
+        return [(v.in_flight, v.in_flight_tokens, v.ttft_s, v.resting, v.draining) for v in views]
+
+    idle = (0, 0, None, False, False)
+    assert shown(0.0) == [idle] * 3
+    fleet[1].load.begin(7)
+    assert shown(0.0) == [idle, (1, 7, None, False, False), idle]
+    fleet[1].load.end(7)
+    fleet[1].load.add_ttft(0.5, 0.0)
+    fleet[2].draining = True
+    fail(fleet[0], now=0.0, times=2)
+    assert shown(0.5) == [(0, 0, None, True, False), (0, 0, 0.5, False, False), (0, 0, None, False, True)]
+    assert shown(1.0)[0] == idle
+    fleet[0].health.succeeded()
+    fleet[2].draining = False
+    assert shown(0.5) == [idle, (0, 0, 0.5, False, False), idle]
+    assert picker.views(fleet, 1.0)[0] is picker.views(fleet, 2.0)[0]
+
+
 def test_rotation_stays_even_while_engines_join_and_leave() -> None:
     fleet = list(engines(4))
     picker = Picker(RoundRobin(), random.Random(1))

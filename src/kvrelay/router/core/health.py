@@ -76,6 +76,11 @@ class Health:
         """By its probes, which failed several times in a row."""
 
     @property
+    def troubled(self) -> bool:
+        """Whether it may be passed over now or later, without anything more happening."""
+        return self.down or self._wakes_at > 0.0
+
+    @property
     def resting_until(self) -> float:
         """When its rest ends: never, as far as is known, while it is down."""
         return math.inf if self.down else self._wakes_at

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvrelay.router.core.policy.base import EngineView
 
 
 class Smoothed:
@@ -29,7 +33,7 @@ class Smoothed:
 class Load:
     """Of one engine."""
 
-    __slots__ = ("handovers", "in_flight", "in_flight_tokens", "itl", "ttft")
+    __slots__ = ("handovers", "in_flight", "in_flight_tokens", "itl", "ttft", "view")
 
     HALF_LIFE_S = 10.0
 
@@ -41,9 +45,21 @@ class Load:
         self.in_flight_tokens = 0
         """Of prompts, estimated."""
         self.ttft = Smoothed(self.HALF_LIFE_S)
-        """Seconds from sending a leg to its first byte."""
+        """Seconds from sending a leg to its first byte; `add_ttft` adds to it."""
         self.itl = Smoothed(self.HALF_LIFE_S)
-        """Seconds between two tokens of a stream."""
+        """Seconds between two tokens of a stream; `add_itl` adds to it."""
+        self.view: EngineView | None = None
+        """What a policy was last shown of the engine; None once the load is another."""
+
+    def add_ttft(self, seconds: float, now: float) -> None:
+        """One more."""
+        self.ttft.add(seconds, now)
+        self.view = None
+
+    def add_itl(self, seconds: float, now: float) -> None:
+        """One more."""
+        self.itl.add(seconds, now)
+        self.view = None
 
     @property
     def idle(self) -> bool:
@@ -54,8 +70,10 @@ class Load:
         """A request with a prompt of so many tokens is sent."""
         self.in_flight += 1
         self.in_flight_tokens += num_tokens
+        self.view = None
 
     def end(self, num_tokens: int) -> None:
         """It is over, however."""
         self.in_flight -= 1
         self.in_flight_tokens -= num_tokens
+        self.view = None

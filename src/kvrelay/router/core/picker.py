@@ -44,26 +44,41 @@ class Picker:
         """
         if len(self._orders) > len(engines):
             self._forget_others(engines)
-        offered = {engine.name: engine for engine in engines if engine not in tried}
-        engine = offered.get(prefer)
+        offered = [engine for engine in engines if engine not in tried] if tried else engines
+        engine = _named(prefer, offered) if prefer else None
         if engine is not None and not engine.draining and not engine.health.is_resting(now):
             self.why = "preferred"
         else:
-            fleet = Snapshot(now, self.views(offered.values(), now))
-            choice = select(self.policy, request, fleet, self._rng)
+            choice = select(self.policy, request, Snapshot(now, self.views(offered, now)), self._rng)
             if choice is None:
                 return None
-            engine, self.why = offered[choice.engine], choice.why
+            engine, self.why = _named(choice.engine, offered), choice.why
+            assert engine is not None
         engine.health.asked(now)
         return engine
 
     def views(self, engines: Iterable[Engine], now: float, without: Collection[Engine] = ()) -> tuple[EngineView, ...]:
-        """Engines as they are now."""
-        return tuple(self._view(engine, now) for engine in engines if engine not in without)
+        """Engines as they are now. From one request to the next few of a fleet change: the others' views are kept."""
+        views = []
+        for engine in engines:
+            if without and engine in without:
+                continue
+            view = engine.load.view
+            if (
+                view is None
+                or engine.health.troubled
+                or view.resting
+                or view.draining is not engine.draining
+                or view.role is not engine.role
+            ):
+                view = engine.load.view = self._view(engine, now)
+            views.append(view)
+        return tuple(views)
 
     def _forget_others(self, engines: Collection[Engine]) -> None:
         for engine in [known for known in self._orders if known not in engines]:
             del self._orders[engine]
+            engine.load.view = None
             self.forget(engine)
 
     def forget(self, engine: Engine) -> None:
@@ -82,3 +97,10 @@ class Picker:
             engine.name, engine.role, order, health.is_resting(now), health.resting_until, engine.draining,
             load.in_flight, load.in_flight_tokens, load.ttft.value, load.itl.value,
         )  # fmt: skip
+
+
+def _named(name: str, engines: Iterable[Engine]) -> Engine | None:
+    for engine in engines:
+        if engine.name == name:
+            return engine
+    return None
