@@ -25,7 +25,7 @@ from kvrelay.router.vetting import vet
 from kvrelay.types import Lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from typing import Any
 
     from kvrelay.router.core.fleet import Engine
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvrelay.router.handover import Handover
     from kvrelay.router.http.call import Call
     from kvrelay.router.prefilling import Prefilling
+    from kvrelay.router.tickets import Ticket, TicketDesk
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,8 @@ class Decoding:
 
     # --- one leg ---
 
-    async def _leg(self, engine: Engine) -> str | Repelled | Refusal | Lost:
-        """One decode leg; broken off when its engine tells that it cannot have the KV, while nothing was sent."""
+    def _leg(self, engine: Engine) -> Coroutine[Any, Any, str | Repelled | Refusal | Lost]:
+        """One decode leg."""
         handover = self._handover
         ticket, desk = handover.ticket, handover.router.desk
         self._attempt += 1
@@ -117,7 +118,12 @@ class Decoding:
         if ticket is not None:
             ticket.begin_attempt(self._attempt)
         if ticket is None or desk is None or not handover.listens:
-            return await self._ask(engine)
+            return self._ask(engine)
+        return self._watched(engine, ticket, desk)
+
+    async def _watched(self, engine: Engine, ticket: Ticket, desk: TicketDesk) -> str | Repelled | Refusal | Lost:
+        """One that is broken off when its engine tells that it cannot have the KV, while nothing was sent."""
+        handover = self._handover
         desk.watch(ticket)
         leg = asyncio.create_task(self._ask(engine))
         try:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvrelay.router.first_token import EarlyStream
     from kvrelay.router.http.messages import Headers, Request
     from kvrelay.router.http.reply import Reply
+    from kvrelay.router.kv.pool_index import PoolIndex
+    from kvrelay.router.kv.token_ids import TokenFinder
     from kvrelay.router.proxy import Disaggregator
     from kvrelay.router.reused import ReusedPrompt
     from kvrelay.router.tickets import Ticket
@@ -102,8 +104,10 @@ class Handover:
         if (nowhere := await self._look_around()) is not None:
             self.step(Event.FAILED)
             return self.refuse(nowhere)
-        await self._find_token_ids()
-        await self._ask_pool()
+        if self.router.routing.token_finder is not None:
+            await self._find_token_ids(self.router.routing.token_finder)
+        if self.router.routing.pool_index is not None:
+            await self._ask_pool(self.router.routing.pool_index)
         bypass = self._bypass
         if (refused := self._refused(bypass)) is not None:
             self.step(Event.FAILED)
@@ -133,21 +137,20 @@ class Handover:
                 await prefilling.run()
         return answered
 
-    async def _find_token_ids(self) -> None:
-        """Where a policy wants them."""
+    async def _find_token_ids(self, finder: TokenFinder) -> None:
+        """Since a policy wants them."""
         described, record = self.described, self.record
-        if (finder := self.router.routing.token_finder) is not None:
-            strangers = {engine for engines in self.strangers.values() for engine in engines}
-            ids, record.token_ids = await finder.find(self.body, described.prompt, self.request, strangers)
-            if ids is not None:
-                view = msgspec.structs.replace(described.view, tokens=ids, num_tokens=len(ids))
-                self.described = msgspec.structs.replace(described, view=view)
+        strangers = {engine for engines in self.strangers.values() for engine in engines}
+        ids, record.token_ids = await finder.find(self.body, described.prompt, self.request, strangers)
+        if ids is not None:
+            view = msgspec.structs.replace(described.view, tokens=ids, num_tokens=len(ids))
+            self.described = msgspec.structs.replace(described, view=view)
 
-    async def _ask_pool(self) -> None:
+    async def _ask_pool(self, pool_index: PoolIndex) -> None:
         """How much of the prompt it holds, where that may decide whether a prefill engine is asked."""
-        routing, view = self.router.routing, self.described.view
-        if routing.pool_index is not None and len(view.tokens) > routing.spare:
-            self.in_pool = await routing.pool_index.held(view, self.request)
+        view = self.described.view
+        if len(view.tokens) > self.router.routing.spare:
+            self.in_pool = await pool_index.held(view, self.request)
 
     async def _look_around(self) -> Refusal | None:
         """Find out who cannot be asked: who does not serve the model, or does not hold what is continued."""

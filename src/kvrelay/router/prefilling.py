@@ -44,8 +44,8 @@ class Prefilling:
         """Nothing is sent yet."""
         self._handover = handover
         self._task: asyncio.Task[None] | None = None
-        self._sent = asyncio.Event()
-        """Set when a prefill leg has been sent."""
+        self._sent: asyncio.Event | None = None
+        """Of a leg beside the decode leg: set when it has been sent."""
 
     @property
     def is_under_way(self) -> bool:
@@ -83,6 +83,7 @@ class Prefilling:
     @asynccontextmanager
     async def beside(self) -> AsyncIterator[None]:
         """Inside, a prefill leg is sent, and goes on; whatever becomes of it or of the body, the other goes on."""
+        self._sent = asyncio.Event()
         self._task = prefill = asyncio.create_task(self._run_and_tell())
         sent = asyncio.create_task(self._sent.wait())
         try:
@@ -158,7 +159,7 @@ class Prefilling:
         return None
 
     def _on_sent(self, engine: Engine) -> None:
-        if self._task is not None:
+        if self._sent is not None:
             self._handover.hold(engine)
             self._handover.record.prefill = engine.name
             self._sent.set()

@@ -328,8 +328,11 @@ class RouterService:
             limit_s = 0.0
             if known in _ON_ENGINES:
                 limit_s = read_time_limit(request.header, self._resilience.request_timeout_s)
-            served = self._gate.admit(known, request, reply, lambda: self._dispatch(known, request, reply, name))
-            outcome = await within(limit_s, served, reply)
+            if known is Route.DISAGGREGATE and self._gate.idle and not limit_s:  # every coroutine between costs
+                outcome = await self._disaggregator.handle(request, reply, name)
+            else:
+                served = self._gate.admit(known, request, reply, lambda: self._dispatch(known, request, reply, name))
+                outcome = await within(limit_s, served, reply)
         except BadRequestError as error:
             reply.refuse(refusal(error))
             outcome = "client_error"

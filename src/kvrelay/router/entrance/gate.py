@@ -56,16 +56,15 @@ class Gate:
         if config.keys_file is not None:
             assert config.keys is not None
             self.keyring = Keyring(config.keys_file, config.keys, num_workers=config.num_workers)
-        self._idle = (
-            self._cors is None and self._slots is None and self.keyring is None and config.forward_authorization
-        )
+        self.idle = self._cors is None and self._slots is None and self.keyring is None and config.forward_authorization
+        """Whether everybody may come in, as they are."""
         self._engine_headers: Headers = []
         if config.engine_api_key is not None:
             self._engine_headers = [(b"authorization", b"Bearer " + config.engine_api_key)]
 
     async def admit(self, known: Route, request: Request, reply: Reply, serve: Callable[[], Awaitable[str]]) -> str:
         """Let ``serve`` answer, when and if the request may come in. The outcome, for the metrics."""
-        if self._idle:
+        if self.idle:
             return await serve()
         if self._cors is not None:
             reply.extra += self._cors.headers(request)

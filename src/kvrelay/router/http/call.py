@@ -12,7 +12,8 @@ from kvrelay.router.errors import AnswerTooLargeError, EngineError, EngineSilent
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
+    from typing import Any
 
     from kvrelay.router.http.deadline import Deadline
     from kvrelay.router.http.messages import Headers
@@ -76,12 +77,10 @@ class Call:
         self.reason = b""
         self.headers: Headers = []
 
-    async def head(self, timeout_s: float) -> None:
-        """Wait for the answer's head."""
+    def head(self, timeout_s: float) -> asyncio.Future[None]:
+        """To be awaited: the answer's head is there."""
         self._deadline.set(timeout_s)
-        await self._head
-        if not self.ended:
-            self._deadline.clear()
+        return self._head
 
     async def begun(self, timeout_s: float, begins: Callable[[bytes], bool] = bool, *, at_least: int = 1) -> bytes:
         """Wait for the body's first bytes, or its end. What is there by then, which is kept for `pipe`.
@@ -118,6 +117,10 @@ class Call:
         Raises:
             EngineError: it did not come whole, in time, or within ``limit_bytes``.
         """
+        if self.ended and self._kept <= limit_bytes and self._error is None:  # it came with its head, as usual
+            whole = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+            self._chunks.clear()
+            return whole
         parts: list[bytes] = []
         size = 0
 
@@ -132,18 +135,18 @@ class Call:
         await self._pipe(collect, timeout_s, moving=False)
         return b"".join(parts)
 
-    async def pipe(self, sink: Callable[[bytes], None], *, silence_s: float) -> None:
-        """Give the body to ``sink`` as it comes, until its end; what is there already is given at once.
+    def pipe(self, sink: Callable[[bytes], None], *, silence_s: float) -> Coroutine[Any, Any, None]:
+        """Give the body to ``sink`` as it comes, until its end; what is there already is given at once. To be awaited.
 
         Raises:
             EngineError: the connection was lost, or nothing came for ``silence_s`` (paused time aside).
         """
-        await self._pipe(sink, silence_s, moving=True)
+        return self._pipe(sink, silence_s, moving=True)
 
     async def _pipe(self, sink: Callable[[bytes], None], limit_s: float, *, moving: bool) -> None:
         """``moving``: whether the limit begins anew with every piece."""
         if self._chunks:
-            data = b"".join(self._chunks)
+            data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
             self._chunks.clear()
             sink(data)
         if self._error is not None:
@@ -196,6 +199,7 @@ class Call:
     def on_head(self, status: int, reason: bytes, headers: Headers) -> None:
         """The answer's head is there."""
         self.status, self.reason, self.headers = status, reason, headers
+        self._deadline.clear()
         if not self._head.done():
             self._head.set_result(None)
 

@@ -250,13 +250,23 @@ class EngineClient:
             EngineSilentError: no head after ``timeout_s``.
         """
         connection = self._take()
-        if connection is None:
-            connection = await self._connect()
-        try:
-            return await self._exchange(connection, payload, timeout_s, on_sent)
-        except _StaleError:
-            pass
-        return await self._exchange(await self._connect(), payload, timeout_s, on_sent)
+        while True:
+            if connection is None:
+                connection = await self._connect()
+                if not connection.usable:
+                    raise EngineLostError("the engine closed the connection at once")
+            call = connection.begin(payload)
+            on_sent()
+            try:
+                await call.head(timeout_s)
+            except _StaleError:  # never of a new connection
+                call.close()
+                connection = None
+            except BaseException:
+                call.close()
+                raise
+            else:
+                return call
 
     def close(self) -> None:
         """Close idle connections, and those in use as soon as they are given back."""
@@ -322,18 +332,3 @@ class EngineClient:
         except ConfigError as error:
             raise EngineUnreachableError(f"no connection to {self._address.url}: --engine-tls-{error}") from None
         return connection
-
-    @staticmethod
-    async def _exchange(
-        connection: _Connection, payload: Sequence[bytes], timeout_s: float, on_sent: Callable[[], None]
-    ) -> Call:
-        if not connection.usable:
-            raise EngineLostError("the engine closed the connection at once")
-        call = connection.begin(payload)
-        on_sent()
-        try:
-            await call.head(timeout_s)
-        except BaseException:
-            call.close()
-            raise
-        return call

@@ -51,6 +51,10 @@ class Family:
 
     def at(self, *values: str) -> Series:
         """The series of these label values, in the labels' order."""
+        return self.of(values)
+
+    def of(self, values: tuple[str, ...]) -> Series:
+        """The same."""
         found = self.series.get(values)
         if found is None:
             found = self.series[values] = Series(self.bounds)
@@ -122,13 +126,15 @@ class Timings:
         if facts.seen.record is None:
             return
         outcome, decoder = facts.outcome, self.name(facts.decoder)
-        self.request.at(decoder, outcome).observe(facts.seconds)
-        self.queue.at(outcome).observe(facts.queue_s)
-        for leg in facts.legs("prefill"):
-            if leg.ended:
-                self.prefill.at(self.name(leg.worker), leg.outcome).observe(leg.ended - leg.began)
-        for family, seconds in (
-            (self.migration, facts.migration_s), (self.decode, facts.decode_s), (self.itl, facts.itl_s),
-        ):  # fmt: skip
-            if seconds is not None:
-                family.at(decoder, outcome).observe(seconds)
+        key = (decoder, outcome)
+        self.request.of(key).observe(facts.seconds)
+        self.queue.of((outcome,)).observe(facts.queue_s)
+        for leg in facts.seen.legs:
+            if leg.ended and leg.role == "prefill":
+                self.prefill.of((self.name(leg.worker), leg.outcome)).observe(leg.ended - leg.began)
+        if (seconds := facts.migration_s) is not None:
+            self.migration.of(key).observe(seconds)
+        if (seconds := facts.decode_s) is not None:
+            self.decode.of(key).observe(seconds)
+        if (seconds := facts.itl_s) is not None:
+            self.itl.of(key).observe(seconds)
