@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvrelay.testing.s3_server import CREDENTIALS, S3Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def pytest_configure() -> None:
     """Have Ctrl-C work in what tests start: a shell's background jobs ignore it, and their children with them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an object store, in the environment."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("numpy")
 
+from kvrelay.client.blocking import PoolClient
+from kvrelay.testing.contract_moves import HANDOVER
 from kvrelay.testing.contract_world import ContractEngine, Shape
 from kvrelay.testing.pool import PoolThread
 
@@ -58,6 +60,14 @@ def pool(tmp_path: Path) -> Iterator[PoolThread]:
     with PoolThread(tmp_path) as thread:
         yield thread
         thread.server.core.check_integrity()
+
+
+@pytest.fixture
+def router(pool: PoolThread) -> Iterator[PoolClient]:
+    """A router's connection, with the ticket of a hand-over."""
+    with PoolClient.connect(pool.unix, name="router", map_arena=False) as client:
+        client.open_ticket(HANDOVER, 60.0)
+        yield client
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import pytest
 from kvrelay.client.blocking import PoolClient
 from kvrelay.client.lead import Lead
 from kvrelay.connector.core.orders import LoadOutcome, RankReport
+from kvrelay.testing.contract_moves import WAIT_S, until, until_idle
 from kvrelay.testing.contract_world import Shape
 from kvrelay.testing.engine_shapes import ConnectorOutput
 from kvrelay.testing.fake_scheduler import Settings
@@ -32,25 +33,15 @@ if TYPE_CHECKING:
 
     Make = Callable[..., ContractEngine]
 
-WAIT_S = 20.0
 SOON_S = 5.0
 """Sooner than any lease runs out by itself."""
 PROMPT = list(range(100, 170))
 
 
-def until(engine: ContractEngine, done: Callable[[], object]) -> None:
-    """Step until something holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline, engine.scheduler.statuses()
-        engine.step()
-        engine.check()
-
-
 def serve(engine: ContractEngine, name: str, prompt: list[int], new: int = 2, **options: Any) -> None:
     """Serve a request and wait until nothing of it is left."""
     engine.add(name, prompt, new, **options)
-    until(engine, lambda: engine.scheduler.idle)
+    until_idle(engine)
 
 
 def settled(engine: ContractEngine, request: Any, local: int = 0) -> tuple[int, bool]:
@@ -144,7 +135,7 @@ def test_asking_again_changes_nothing(pool: PoolThread, make_engine: Make) -> No
         assert settled(engine, request, 2 * BLOCK) == (first[0] - 2 * BLOCK, first[1])
         assert settled(engine, request) == first
     assert stats(pool)["leases"] == 1
-    until(engine, lambda: engine.scheduler.idle)
+    until_idle(engine)
     assert loaded(engine) in WHOLE
 
 
@@ -241,7 +232,7 @@ def test_a_load_ends_in_steps_that_compute_nothing(make_engine: Make) -> None:
     if ordered_to_load(engine):
         assert not engine.last.rows
         until(engine, lambda: not engine.connector.loading)
-    until(engine, lambda: engine.scheduler.idle)
+    until_idle(engine)
 
 
 @pytest.mark.parametrize("lost", [0, 2, 5])
@@ -256,7 +247,7 @@ def test_failed_blocks_are_told_with_their_request_at_the_latest_and_it_is_promi
     key = chunks_of(engine.side, PROMPT)[lost].key
     with PoolClient.connect(pool.unix, name="thief") as thief:
         thief.delete([key])
-    until(engine, lambda: engine.scheduler.idle)  # the guard and the workers look at everything on the way
+    until_idle(engine)  # the guard and the workers look at everything on the way
     assert loaded(engine) < len(PROMPT) - 1
 
 
@@ -275,7 +266,7 @@ def test_a_load_goes_on_when_every_rank_has_ended_it(make_engine: Make) -> None:
     engine.execute(0)
     assert not engine.last.rows
     assert engine.connector.loading
-    until(engine, lambda: engine.scheduler.idle)
+    until_idle(engine)
     assert not engine.aggregator.waiting
 
 
@@ -287,7 +278,7 @@ def test_requests_that_lose_their_blocks_and_are_asked_about_in_one_step_load_ag
     until(engine, lambda: not engine.connector.loading)
     engine.counters.take()
     engine.scheduler.reset_prefix_cache(running=True)
-    until(engine, lambda: engine.scheduler.idle)
+    until_idle(engine)
     assert engine.counters.take().get("loaded_bytes")
 
 
@@ -388,7 +379,7 @@ def test_a_finished_request_keeps_its_blocks_until_every_rank_has_saved_them(
             engine.step()
         assert engine.scheduler.held >= len(PROMPT) // BLOCK
         wake()
-        until(engine, lambda: engine.scheduler.idle)
+        until_idle(engine)
     assert not engine.scheduler.held
     nothing_held(pool)
 
@@ -397,7 +388,7 @@ def test_blocks_are_kept_no_longer_than_saves_may_take(pool: PoolThread, make_en
     engine = make_engine(hold_s=0.02)
     with silent(pool):
         engine.add("a", PROMPT, 1)
-        until(engine, lambda: engine.scheduler.idle)
+        until_idle(engine)
     engine.drain(WAIT_S)
 
 
@@ -441,7 +432,7 @@ def test_preempted_blocks_are_not_read_once_the_step_has_begun(pool: PoolThread,
         engine.scheduler.reset_prefix_cache(running=True)
         engine.add("b", [7] * 60, 1)
         engine.step()
-    until(engine, lambda: engine.scheduler.idle)
+    until_idle(engine)
     with PoolClient.connect(pool.unix, name="auditor") as auditor:
         for key, expected in engine.truths.items():
             assert auditor.get(key) in (None, expected)
@@ -541,7 +532,7 @@ def test_a_reset_waits_for_loads_and_parts_with_everything_known(make_engine: Ma
     engine.add("b", PROMPT, 2)
     if ordered_to_load(engine):
         assert engine.side.reset() is False
-        until(engine, lambda: engine.scheduler.idle)
+        until_idle(engine)
     assert engine.scheduler.reset_prefix_cache(connector=True)
     engine.counters.take()
     serve(engine, "c", PROMPT)

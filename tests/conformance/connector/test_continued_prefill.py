@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from kvrelay.client.blocking import PoolClient
+from kvrelay.testing.contract_moves import said, until_idle
 from kvrelay.types import Proof
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
+    from kvrelay.client.blocking import PoolClient
     from kvrelay.testing.contract_world import ContractEngine
-    from kvrelay.testing.pool import PoolThread
 
     Make = Callable[..., ContractEngine]
 
-WAIT_S = 20.0
 FIRST = 7
-
-
-def said(leg: str, **more: Any) -> dict[str, Any]:
-    return {"kvrelay": {"handover": "ho", "leg": leg, "worker": leg, **more}}
-
-
-def run(engine: ContractEngine) -> None:
-    """Step until nothing is left to do."""
-    deadline = time.monotonic() + WAIT_S
-    while not engine.scheduler.idle:
-        assert time.monotonic() < deadline, engine.scheduler.statuses()
-        engine.step()
-        engine.check()
-
-
-@pytest.fixture
-def router(pool: PoolThread) -> Iterator[PoolClient]:
-    with PoolClient.connect(pool.unix, name="router", map_arena=False) as client:
-        client.open_ticket("ho", 60.0)
-        yield client
 
 
 def hand_over(make_engine: Make, router: PoolClient, length: int, generated: int, **shape: Any) -> Proof:
@@ -48,10 +26,10 @@ def hand_over(make_engine: Make, router: PoolClient, length: int, generated: int
     p, d = make_engine("P", **shape), make_engine("D", **shape)
     prompt = list(range(100, 100 + length))
     p.add("p", prompt, 1, kv_transfer_params=said("prefill"))
-    run(p)
+    until_idle(p)
     params = said("decode", prefill="prefill", generated=generated)
     d.add("d", [*prompt, FIRST], 3, kv_transfer_params=params)
-    run(d)
+    until_idle(d)
     (note,) = router.collect("ho", 5.0)
     assert router.stat()["leases"] == 0
     return msgspec.json.decode(note, type=Proof)

@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from kvrelay.client.blocking import PoolClient
+from kvrelay.testing.contract_moves import said, until, until_idle
 from kvrelay.types import Proof
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
+    from kvrelay.client.blocking import PoolClient
     from kvrelay.testing.contract_world import ContractEngine
-    from kvrelay.testing.pool import PoolThread
 
     Make = Callable[..., ContractEngine]
 
-WAIT_S = 20.0
 PROMPT = list(range(100, 190))
 
 
-def said(leg: str, **more: Any) -> dict[str, Any]:
-    return {"kvrelay": {"handover": "ho", "leg": leg, "worker": leg, **more}}
-
-
 FOLLOW = said("decode", prefill="prefill", overlapped=True)
-
-
-def until(engine: ContractEngine, done: Callable[[], object]) -> None:
-    """Step until something holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline, engine.scheduler.statuses()
-        engine.step()
-        engine.check()
-
-
-@pytest.fixture
-def router(pool: PoolThread) -> Iterator[PoolClient]:
-    with PoolClient.connect(pool.unix, name="router", map_arena=False) as client:
-        client.open_ticket("ho", 60.0)
-        yield client
 
 
 def proof(router: PoolClient) -> Proof:
@@ -60,9 +38,9 @@ def test_a_prompt_is_taken_while_another_engine_computes_it(
     d.add("d", PROMPT, 3, kv_transfer_params=FOLLOW)
     until(d, lambda: router.stat()["waiting"])
     p.add("p", PROMPT, 1, kv_transfer_params=said("prefill"))
-    until(p, lambda: p.scheduler.idle)
+    until_idle(p)
     router.seal_ticket("ho")
-    until(d, lambda: d.scheduler.idle)
+    until_idle(d)
     told = proof(router)
     assert (told.handed_over_tokens, told.recomputed_tokens) == (len(PROMPT) - 1, 1), told
     assert router.stat()["leases"] == 0
@@ -73,7 +51,7 @@ def test_a_prompt_that_nobody_computes_is_computed_here(make_engine: Make, route
     d.add("d", PROMPT, 3, kv_transfer_params=FOLLOW)
     until(d, lambda: router.stat()["waiting"])
     router.seal_ticket("ho")
-    until(d, lambda: d.scheduler.idle)
+    until_idle(d)
     told = proof(router)
     assert (told.handed_over_tokens, told.recomputed_tokens, told.reason) == (0, len(PROMPT), "miss"), told
 
@@ -86,9 +64,9 @@ def test_a_prefill_that_is_aborted_leaves_what_it_had_computed(make_engine: Make
     p.add("p", PROMPT, 1, kv_transfer_params=said("prefill"))
     until(p, lambda: router.stat()["objects"])
     p.scheduler.abort("p")
-    until(p, lambda: p.scheduler.idle)
+    until_idle(p)
     router.seal_ticket("ho")
-    until(d, lambda: d.scheduler.idle)
+    until_idle(d)
     told = proof(router)
     assert told.handed_over_tokens + told.recomputed_tokens == len(PROMPT), told
 
@@ -100,5 +78,5 @@ def test_a_request_that_is_aborted_while_it_follows_leaves_nothing_behind(
     d.add("d", PROMPT, 3, kv_transfer_params=FOLLOW)
     until(d, lambda: router.stat()["waiting"])
     d.scheduler.abort("d")
-    until(d, lambda: d.scheduler.idle)
+    until_idle(d)
     assert (router.stat()["waiting"], router.stat()["leases"]) == (0, 0)

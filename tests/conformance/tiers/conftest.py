@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvrelay.testing.s3_server import CREDENTIALS, S3Server
 from kvrelay.testing.tier_media import DiskMedium, FailingDisk, FolderMedium, S3Medium, TinyDisk
 
 if TYPE_CHECKING:
@@ -17,21 +16,13 @@ if TYPE_CHECKING:
     from kvrelay.testing.tier_media import Medium
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.stop()
-
-
 @pytest.fixture(params=["disk", "folder", "s3"])
-def medium(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Medium:
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
     if request.param == "disk":
         return DiskMedium(tmp_path / "tier")
     if request.param == "folder":
         return FolderMedium(tmp_path / "tier")
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
+    request.getfixturevalue("credentials")
     return S3Medium(request.getfixturevalue("s3_server"), tmp_path.name)
 
 

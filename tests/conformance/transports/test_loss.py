@@ -118,7 +118,7 @@ def test_the_death_of_the_pool_amid_a_transfer_is_told_soon(
         begun = time.monotonic()
         with pytest.raises(PoolUnavailableError):
             transfer(client, what)
-        assert time.monotonic() - begun < 4
+        assert time.monotonic() - begun < 10
         with pytest.raises(PoolUnavailableError):
             transfer(client, what)
     finally:

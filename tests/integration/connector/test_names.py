@@ -103,7 +103,7 @@ def test_a_digest_that_takes_long_costs_its_requests_their_kv_and_no_step(make_e
             assert go.wait(WAIT_S)
             return super().identity(adapter)
 
-    engine = make_engine("E", adapters=Slow(DigestCache(tmp_path / "slow.json")), lookup_s=0.2)
+    engine = make_engine("E", adapters=Slow(DigestCache(tmp_path / "slow.json")), lookup_s=1.0)
     adapter = Adapter("big", 1, str(write(tmp_path / "big", "weights")))
     engine.add("waiting", PROMPT, 1, adapter=adapter)
     engine.add("other", PROMPT, 1)

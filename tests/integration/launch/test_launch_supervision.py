@@ -100,7 +100,7 @@ def test_a_child_killed_at_the_start_is_reported_by_its_signal(start_up: Start, 
 
 def test_a_child_that_never_gets_ready_ends_the_start_at_the_deadline(start_up: Start, ports: Ports) -> None:
     first, second = ports(2)
-    up = start_up(serve("P0", "prefill", 1, first), f"D0:decode:1:{second}:5:hang", ready_timeout=1.5)
+    up = start_up(serve("P0", "prefill", 1, first), f"D0:decode:1:{second}:5:hang", ready_timeout=5)
     assert up.wait() == 1
     assert up.said("D0 is not ready; last lines of")
     assert up.said("    still thinking")
