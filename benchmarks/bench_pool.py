@@ -36,7 +36,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", default="16,64,256,1024", help="tcp, shm: object sizes in KiB (default %(default)s)")
     parser.add_argument("--batch-mib", type=int, default=64, help="tcp, shm: bytes of a batch in MiB (%(default)s)")
     parser.add_argument("--repeats", type=int, default=11, help="tcp, shm: timed repeats (default %(default)s)")
-    parser.add_argument("--lookups", type=int, default=2000, help="lookup: timed lookups (default %(default)s)")
+    parser.add_argument(
+        "--lookups", type=int, default=2000, help="lookup: timed lookups, and milliseconds, at least (%(default)s)"
+    )
     parser.add_argument("--objects", type=int, default=10_000_000, help="scale: objects (default %(default)s)")
     parser.add_argument("--clients", type=int, default=64, help="crowd: clients (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="crowd: length of a measurement (%(default)s)")

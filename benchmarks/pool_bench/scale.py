@@ -1,7 +1,8 @@
 """Section ``scale``: many small objects in one pool. What each costs the server, and what they cost a lookup.
 
 Two servers: one holds few objects, one many; lookups of random keys go to them in turn. The server's memory is what is
-its own (``RssAnon``; the arena is shared memory and not in it) and what the arena loses to rounding.
+its own (``RssAnon``; the arena is shared memory and not in it), its index for clients' lookups, which is shared memory
+too, and what the arena loses to rounding.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def run_scale(settings: ScaleSettings) -> Section:
         if stat["objects"] != count:
             raise AssertionError(f"{stat['objects']} of {count} objects are in the pool: {stat['evictions']} evicted")
         own = (anonymous_bytes(many.process.pid) - empty) / count
+        index = stat["index_bytes"] / count
         slack = (stat["arena_bytes"] - stat["free_bytes"]) / count - OBJECT_BYTES
         rng = random.Random(1)
         times: dict[str, list[float]] = {"few": [], "many": []}
@@ -116,6 +118,7 @@ def run_scale(settings: ScaleSettings) -> Section:
     section.figures = {
         "objects": count,
         "bytes an object, the server's own": round(own, 1),
+        "bytes an object, in the index": round(index, 1),
         "bytes an object, lost to rounding": round(slack, 1),
         "objects stored a second": round(count / seconds),
         f"{call} of {KEYS} keys, {FEW:,} objects, us": round(few_us, 1),
@@ -123,7 +126,7 @@ def run_scale(settings: ScaleSettings) -> Section:
         f"{call} p99, {count:,} objects, us": round(percentile(times["many"][1:], 99) * 1e6, 1),
     }
     section.rows = [[name, f"{value:,}"] for name, value in section.figures.items()]
-    section.goals = _goals(count, own + slack, many_us / few_us)
+    section.goals = _goals(count, own + index + slack, many_us / few_us)
     return section
 
 

@@ -20,6 +20,7 @@ int books_init(struct books *books, uint64_t arena_bytes) {
     books->cold.item_bytes = sizeof(struct cold_row);
     books->free = NO_ROW;
     books->hopeless = UINT64_MAX;
+    books->told_due = INFINITY;
     if (blocks_init(&books->blocks, arena_bytes) < 0 || names_init(&books->names) < 0) return -1;
     return 0;
 }
@@ -56,6 +57,43 @@ uint32_t books_holding(struct books *books, int64_t tenant) {
     books->holdings[count] = (struct holding){.tenant = tenant, .quota = UINT64_MAX};
     order_init(&books->holdings[count].order, books->names.secret[1]);
     return books->holding_count++;
+}
+
+/* --- what clients of this host see --- */
+
+static uint64_t shown_as(const struct index *index, const struct row *row) {
+    return index_hash(index_head(index), key_of(row), row->key_size);
+}
+
+void books_show(struct books *books, uint32_t holding, struct index *index) {
+    books->holdings[holding].index = index;
+    index_tell_due(index, books->told_due);
+    for (uint32_t number = 0; number < books->count; number++) {
+        const struct row *row = row_at(books, number);
+        if (row->holding == holding && (row->state == WRITING || row->state == SEALED))
+            index_add(index, shown_as(index, row), row->state == SEALED);
+    }
+}
+
+int books_visited(const struct books *books, uint32_t number) {
+    const struct row *row = row_at(books, number);
+    const struct index *index = holding_of(books, row)->index;
+    return row->flags & VISITED || (index && index_marked(index, shown_as(index, row)));
+}
+
+void books_unvisit(struct books *books, uint32_t number) {
+    struct row *row = row_at(books, number);
+    struct index *index = holding_of(books, row)->index;
+    row->flags &= ~VISITED;
+    if (index) index_unmark(index, shown_as(index, row));
+}
+
+static void tell_due(struct books *books) {
+    double due = books->due_count ? cold_at(books, books->timetable[0])->expires : INFINITY;
+    if (due == books->told_due) return;
+    books->told_due = due;
+    for (uint32_t i = 0; i < books->holding_count; i++)
+        if (books->holdings[i].index) index_tell_due(books->holdings[i].index, due);
 }
 
 /* --- names --- */
@@ -125,6 +163,7 @@ static void take_off(struct books *books, uint32_t row) {
     cold_at(books, row)->due = NO_ROW;
     last = books->timetable[--books->due_count];
     if (last != row) sift(books, place, last);
+    tell_due(books);
 }
 
 static int prepare_due(struct books *books) {
@@ -143,6 +182,7 @@ int books_expire_at(struct books *books, uint32_t row, double at) {
     cold_at(books, row)->expires = at;
     if (row_at(books, row)->state == SEALED && !(row_at(books, row)->flags & KEPT) && at != INFINITY)
         sift(books, books->due_count++, row);
+    tell_due(books);
     return 0;
 }
 
@@ -194,6 +234,8 @@ static void forget(struct books *books, uint32_t number, int evicted) {
     struct row *row = row_at(books, number);
     if (row->state != WRITING && row->state != SEALED) return;
     int was = is_evictable(row);
+    struct index *index = holding_of(books, row)->index;
+    if (index) index_drop(index, shown_as(index, row), row->state == SEALED);
     if (row->state == SEALED) {
         holding_of(books, row)->sealed--;
         take_off(books, number);
@@ -285,6 +327,8 @@ int books_seal(struct books *books, uint32_t number, const uint8_t *sums, double
     row->state = SEALED;
     books->number[WRITING]--;
     books->number[SEALED]++;
+    struct index *index = holding_of(books, row)->index;
+    if (index) index_seal(index, shown_as(index, row));
     holding_of(books, row)->sealed++;
     order_add(books, &holding_of(books, row)->order, number, mark_of_row(row));
     changed(books, row, 0);
@@ -489,6 +533,7 @@ enum begun books_begin(struct books *books, uint32_t holding_number, uint32_t ta
     row->flags = 0;
     *cold = (struct cold_row){.expires = INFINITY, .older = NO_ROW, .newer = NO_ROW, .due = NO_ROW, .tag = tag};
     names_add(&books->names, tag, number);
+    if (holding->index) index_add(holding->index, shown_as(holding->index, row), 0);
     holding->bytes += rounded(size);
     books->number[WRITING]++;
     *begun = number;
@@ -530,7 +575,7 @@ uint32_t books_victims(const struct books *books, uint32_t limit, uint32_t *rows
         for (uint64_t peek = (uint64_t)MAX_PEEK * limit; peek && count < limit; peek--) {
             if ((number = order_next(books, order, &queue, number)) == NO_ROW) break;
             const struct row *row = row_at(books, number);
-            if (is_evictable(row) && !(row->flags & (CLEAN | VISITED))) rows[count++] = number;
+            if (is_evictable(row) && !(row->flags & CLEAN) && !books_visited(books, number)) rows[count++] = number;
         }
     }
     free(seen);
@@ -541,11 +586,14 @@ uint32_t books_victims(const struct books *books, uint32_t limit, uint32_t *rows
 
 static const char *check_holding(const struct books *books, uint32_t index) {
     const struct holding *holding = books->holdings + index;
-    uint64_t sealed = 0, bytes = 0, evictable = 0, clean = 0, queued = 0, kept = 0;
+    uint64_t sealed = 0, bytes = 0, evictable = 0, clean = 0, queued = 0, kept = 0, named = 0;
     for (uint32_t number = 0; number < books->count; number++) {
         const struct row *row = row_at(books, number);
         if (row->state == FREE || row->holding != index) continue;
         bytes += span_of(row);
+        named += row->state == WRITING || row->state == SEALED;
+        if (holding->index && row->state != GONE && !index_has(holding->index, shown_as(holding->index, row), row->state == SEALED))
+            return "the index misses a name";
         sealed += row->state == SEALED;
         kept += row->state == SEALED && row->flags & KEPT;
         if (!is_evictable(row)) continue;
@@ -569,6 +617,10 @@ static const char *check_holding(const struct books *books, uint32_t index) {
         queued += found;
     }
     if (queued != sealed - kept) return "a queue misses a row";
+    if (holding->index && index_kept(holding->index)) {
+        const char *wrong = index_check(holding->index);
+        if (wrong || named != holding->index->used) return wrong ? wrong : "the index has another number of names";
+    }
     if (sealed != holding->sealed || bytes != holding->bytes) return "a holding is counted wrong";
     if (evictable != holding->evictable_bytes || clean != holding->clean_bytes) return "evictable bytes are counted wrong";
     return NULL;

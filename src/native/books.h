@@ -6,6 +6,7 @@
 #define KVRELAY_BOOKS_H
 
 #include "blocks.h"
+#include "index.h"
 #include "names.h"
 #include "order.h"
 
@@ -44,6 +45,7 @@ struct holding {
     struct order order; /* of sealed objects that are not kept */
     uint64_t sealed, bytes, evictable_bytes, clean_bytes;
     uint64_t quota; /* UINT64_MAX: none */
+    struct index *index; /* shown to clients of this host; NULL: none */
 };
 
 struct books {
@@ -55,6 +57,7 @@ struct books {
     uint32_t holding_count;
     uint32_t *timetable; /* a heap of rows by (expires, handle) */
     uint32_t due_count, due_capacity;
+    double told_due; /* to the indexes: when the next expires */
     uint64_t number[STATES];
     uint64_t pinned, kept, gone_bytes, evicted_for_room, evicted_for_quota;
     uint64_t evicted_unclean; // of these
@@ -86,6 +89,12 @@ static inline int is_evictable(const struct row *row) {
 
 /* Index of what a tenant holds; NO_ROW: no memory. */
 uint32_t books_holding(struct books *books, int64_t tenant);
+
+/* Show what a tenant has, from now on, in an index that has just begun. It stays the caller's. */
+void books_show(struct books *books, uint32_t holding, struct index *index);
+/* Whether an object was asked for since that was last forgotten, here or by a client that looked it up itself. */
+int books_visited(const struct books *books, uint32_t row);
+void books_unvisit(struct books *books, uint32_t row);
 
 struct wanted { /* a key that is looked for, and what is known of it on the way */
     const uint8_t *key;

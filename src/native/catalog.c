@@ -13,10 +13,18 @@ enum stored { STORED = 0, PRESENT = 1, BUSY = 2, FULL = 3, CONFLICT = 5 }; /* wi
 
 static const char *const STATE_NAMES[STATES] = {"FREE", "WRITING", "SEALED", "GONE"};
 
+/* An index and the memory it lies in. */
+struct shown {
+    struct index index;
+    Py_buffer table, marks;
+    struct shown *next;
+};
+
 typedef struct {
     PyObject_HEAD
     struct books books;
-    PyObject *states, *info, *counts; /* kvrelay.pool.core's State, Info and Counts */
+    struct shown *shown;
+    PyObject *states, *info, *counts, *looked_up; /* kvrelay.pool.core's State, Info, Counts and LookedUp */
     int ready;
 } Catalog;
 
@@ -679,6 +687,53 @@ static PyObject *next_expiry(Catalog *self, PyObject *unused) {
     return PyFloat_FromDouble(cold_at(&self->books, self->books.timetable[0])->expires);
 }
 
+/* --- what clients of this host see --- */
+
+static void hide(struct shown *shown) {
+    index_end(&shown->index);
+    PyBuffer_Release(&shown->table);
+    PyBuffer_Release(&shown->marks);
+    PyMem_Free(shown);
+}
+
+static PyObject *show(Catalog *self, PyObject *const *args, Py_ssize_t count) {
+    if (check_count(count, 3, 3) < 0) return NULL;
+    uint32_t holding = take_tenant(self, args[0]);
+    if (holding == NO_ROW) return NULL;
+    if (self->books.holdings[holding].index) return PyErr_Format(PyExc_ValueError, "tenant %R is shown already", args[0]);
+    struct shown *shown = PyMem_Calloc(1, sizeof *shown);
+    if (!shown) return PyErr_NoMemory();
+    if (PyObject_GetBuffer(args[1], &shown->table, PyBUF_WRITABLE) < 0) goto refused;
+    if (PyObject_GetBuffer(args[2], &shown->marks, PyBUF_WRITABLE) < 0) goto refused;
+    if ((uintptr_t)shown->table.buf % 4096 || (uintptr_t)shown->marks.buf % 4096 ||
+        index_begin(&shown->index, shown->table.buf, (size_t)shown->table.len, shown->marks.buf, (size_t)shown->marks.len) < 0) {
+        PyErr_Format(PyExc_ValueError, "no index fits into %zd and %zd bytes of whole pages", shown->table.len, shown->marks.len);
+        goto refused;
+    }
+    shown->next = self->shown;
+    self->shown = shown;
+    books_show(&self->books, holding, &shown->index);
+    Py_RETURN_TRUE;
+refused:
+    PyBuffer_Release(&shown->table);
+    PyBuffer_Release(&shown->marks);
+    PyMem_Free(shown);
+    return NULL;
+}
+
+static PyObject *looked_up(Catalog *self, PyObject *unused) {
+    unsigned long long bytes = 0, lookups = 0, matched = 0, missed = 0;
+    (void)unused;
+    for (const struct shown *shown = self->shown; shown; shown = shown->next) {
+        const struct index_tallies *tallies = index_tallies(&shown->index);
+        bytes += index_bytes(&shown->index);
+        lookups += __atomic_load_n(&tallies->lookups, __ATOMIC_RELAXED);
+        matched += __atomic_load_n(&tallies->matched, __ATOMIC_RELAXED);
+        missed += __atomic_load_n(&tallies->missed, __ATOMIC_RELAXED);
+    }
+    return PyObject_CallFunction(self->looked_up, "KKKK", bytes, lookups, matched, missed);
+}
+
 /* --- tenants, and looking around --- */
 
 static PyObject *set_quota(Catalog *self, PyObject *const *args, Py_ssize_t count) {
@@ -765,9 +820,10 @@ static int take_vocabulary(Catalog *self) {
     PyObject *state_type = PyObject_GetAttrString(module, "State");
     self->info = PyObject_GetAttrString(module, "Info");
     self->counts = PyObject_GetAttrString(module, "Counts");
+    self->looked_up = PyObject_GetAttrString(module, "LookedUp");
     self->states = PyTuple_New(STATES);
     Py_DECREF(module);
-    int failed = !state_type || !self->info || !self->counts || !self->states;
+    int failed = !state_type || !self->info || !self->counts || !self->looked_up || !self->states;
     for (int i = 0; !failed && i < STATES; i++) {
         PyObject *member = PyObject_GetAttrString(state_type, STATE_NAMES[i]);
         failed = !member;
@@ -797,9 +853,14 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static void catalog_dealloc(Catalog *self) {
     if (self->ready) books_clear(&self->books);
+    for (struct shown *next; self->shown; self->shown = next) {
+        next = self->shown->next;
+        hide(self->shown);
+    }
     Py_XDECREF(self->states);
     Py_XDECREF(self->info);
     Py_XDECREF(self->counts);
+    Py_XDECREF(self->looked_up);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -842,6 +903,8 @@ static PyMethodDef methods[] = {
     {"set_quota", FUNCTION(set_quota), METH_FASTCALL, NULL},
     {"usage", FUNCTION(usage), METH_O, NULL},
     {"page", FUNCTION(page), METH_FASTCALL, NULL},
+    {"show", FUNCTION(show), METH_FASTCALL, NULL},
+    {"looked_up", FUNCTION(looked_up), METH_NOARGS, NULL},
     {"counts", FUNCTION(counts), METH_NOARGS, NULL},
     {"check_integrity", FUNCTION(check_integrity), METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

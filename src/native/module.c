@@ -2,6 +2,7 @@
 #include "batches.h"
 #include "catalog.h"
 #include "http.h"
+#include "lookups.h"
 #include "pages.h"
 #include "payload.h"
 
@@ -57,6 +58,7 @@ static int fill(PyObject *module) {
     Py_DECREF(names);
     if (added < 0 || PyModule_AddFunctions(module, batch_methods) < 0) return -1;
     if (PyModule_AddFunctions(module, http_methods) < 0) return -1;
+    if (PyModule_AddFunctions(module, lookup_methods) < 0) return -1;
     if (PyModule_AddType(module, &CatalogType) < 0) return -1;
     if (PyModule_AddType(module, &pages_type) < 0) return -1;
     return PyModule_AddType(module, &payload_type);

@@ -5,18 +5,22 @@
 #include <sys/random.h>
 #include <time.h>
 
+#include "siphash.h"
 #include "slab.h"
 
 #define LEAST 1024
 
+void siphash_secret(uint64_t secret[2]) {
+    if (getrandom(secret, 16, GRND_NONBLOCK) == 16) return;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    secret[0] = (uint64_t)now.tv_nsec * 0x9E3779B97F4A7C15ull;
+    secret[1] = (uint64_t)(uintptr_t)secret ^ (uint64_t)now.tv_sec;
+}
+
 int names_init(struct names *names) {
     memset(names, 0, sizeof *names);
-    if (getrandom(names->secret, sizeof names->secret, GRND_NONBLOCK) != sizeof names->secret) {
-        struct timespec now; /* a kernel without entropy yet: better than a constant */
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        names->secret[0] = (uint64_t)now.tv_nsec * 0x9E3779B97F4A7C15ull;
-        names->secret[1] = (uint64_t)(uintptr_t)names ^ (uint64_t)now.tv_sec;
-    }
+    siphash_secret(names->secret);
     names->slots = pages_alloc(LEAST * sizeof *names->slots);
     names->capacity = names->slots ? LEAST : 0;
     return names->slots ? 0 : -1;
@@ -24,36 +28,8 @@ int names_init(struct names *names) {
 
 void names_clear(struct names *names) { pages_free(names->slots, names->capacity * sizeof *names->slots); }
 
-/* --- SipHash-1-3 (Aumasson and Bernstein), written from its description --- */
-
-#define ROTATED(x, by) ((x) << (by) | (x) >> (64 - (by)))
-#define SIP_ROUND                                                                                                      \
-    a += b, b = ROTATED(b, 13) ^ a, a = ROTATED(a, 32);                                                                \
-    c += d, d = ROTATED(d, 16) ^ c;                                                                                    \
-    a += d, d = ROTATED(d, 21) ^ a;                                                                                    \
-    c += b, b = ROTATED(b, 17) ^ c, c = ROTATED(c, 32)
-
 uint32_t names_tag(const struct names *names, uint32_t holding, const uint8_t *key, size_t size) {
-    uint64_t k0 = names->secret[0] ^ holding, k1 = names->secret[1], word;
-    uint64_t a = k0 ^ 0x736f6d6570736575ull, b = k1 ^ 0x646f72616e646f6dull;
-    uint64_t c = k0 ^ 0x6c7967656e657261ull, d = k1 ^ 0x7465646279746573ull;
-    size_t at = 0;
-    for (; at + 8 <= size; at += 8) {
-        memcpy(&word, key + at, 8);
-        d ^= word;
-        SIP_ROUND;
-        a ^= word;
-    }
-    word = (uint64_t)size << 56;
-    for (size_t i = at; i < size; i++) word |= (uint64_t)key[i] << 8 * (i - at);
-    d ^= word;
-    SIP_ROUND;
-    a ^= word;
-    c ^= 0xff;
-    SIP_ROUND;
-    SIP_ROUND;
-    SIP_ROUND;
-    uint64_t hash = a ^ b ^ c ^ d;
+    uint64_t hash = siphash(names->secret[0] ^ holding, names->secret[1], key, size);
     return (uint32_t)(hash ^ hash >> 32);
 }
 

@@ -72,7 +72,7 @@ static double at_least_1(double a, double b) { return a / b > 1.0 ? a / b : 1.0;
 void order_add(struct books *books, struct order *order, uint32_t number, uint32_t mark) {
     double ghosts = order->ghosts.count, proven_ghosts = order->proven_ghosts.count;
     enum standing standing = PROVEN;
-    row_at(books, number)->flags &= ~VISITED;
+    books_unvisit(books, number);
     if (ghosts_has(&order->ghosts, mark)) {
         ghosts_remove(&order->ghosts, mark);
         adjust(order, at_least_1(proven_ghosts, ghosts));
@@ -84,7 +84,7 @@ void order_add(struct books *books, struct order *order, uint32_t number, uint32
     }
     push(books, order, number, standing);
     while (order->queues[FRESH].count > FRESH_SHARE * (double)order_count(order)) {
-        row_at(books, order->queues[FRESH].oldest)->flags &= ~VISITED;
+        books_unvisit(books, order->queues[FRESH].oldest);
         move_oldest(books, order, FRESH, TRIAL);
     }
 }
@@ -100,7 +100,7 @@ void order_evict(struct books *books, struct order *order, uint32_t number, uint
 
 int order_spares(const struct books *books, uint32_t number) {
     const struct row *row = row_at(books, number);
-    return row->flags & VISITED || standing_of(row) == FRESH;
+    return standing_of(row) == FRESH || books_visited(books, number);
 }
 
 static int unproven_give(const struct order *order) {
@@ -120,8 +120,8 @@ static uint32_t from_trial(struct books *books, struct order *order, int clean) 
     if (is_busy(order, TRIAL, clean)) return NO_ROW;
     for (uint32_t left = order->queues[TRIAL].count; left; left--) {
         struct row *row = row_at(books, order->queues[TRIAL].oldest);
-        if (row->flags & VISITED) {
-            row->flags &= ~VISITED;
+        if (books_visited(books, order->queues[TRIAL].oldest)) {
+            books_unvisit(books, order->queues[TRIAL].oldest);
             move_oldest(books, order, TRIAL, PROVEN);
             continue;
         }
@@ -137,8 +137,8 @@ static uint32_t from_proven(struct books *books, struct order *order, int clean)
         uint32_t number = move_oldest(books, order, PROVEN, PROVEN);
         struct row *row = row_at(books, number);
         if (!may_go(row, clean)) continue;
-        if (!(row->flags & VISITED)) return number;
-        row->flags &= ~VISITED;
+        if (!books_visited(books, number)) return number;
+        books_unvisit(books, number);
     }
     return NO_ROW;
 }

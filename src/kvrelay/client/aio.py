@@ -161,11 +161,13 @@ class AsyncPoolClient(AsyncLink):
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are sealed."""
-        return await self._run(names.exists(keys))
+        here = self._existing(keys)
+        return await self._run(names.exists(keys)) if here is None else await self._after_others(here)
 
     async def count_prefix(self, keys: Sequence[bytes]) -> PrefixCount:
         """How long the prefix of ``keys`` is that the pool holds. Leases nothing; any number of keys."""
-        return await self._run(names.count_prefix(keys))
+        here = self._counted(keys)
+        return await self._run(names.count_prefix(keys)) if here is None else await self._after_others(here)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Forget objects; how many there were."""

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvrelay.client.connection import TIMEOUT_S, Connection
-from kvrelay.client.core.handshake import hello, reach
+from kvrelay.client.core.handshake import find_index, hello, reach
 from kvrelay.client.core.session import AbandonedError, Ask, Call, undoing
 from kvrelay.client.core.steps import Start, Transfer
 from kvrelay.errors import DeadlineError, KvRelayError, PoolUnavailableError
@@ -61,6 +61,7 @@ class AsyncLink(Connection):
             client.welcome = await client._run(hello(name, token), timeout_s=timeout_s)
             how = transport if map_arena else "tcp"
             client._map(await client._run(reach(client.welcome, how, nixl=nixl.available())))
+            client._map_index(await client._run(find_index(client.welcome, wanted=client._can_look)))
         except DeadlineError as error:
             await client.close()
             raise PoolUnavailableError(f"{address} accepts connections and does not answer: {error}") from None
@@ -148,6 +149,11 @@ class AsyncLink(Connection):
                 call = self._begin(step)
                 started.append(call)
                 return await self._answer(call, timeout_s)
+
+    async def _after_others(self, here: T) -> T:
+        """What was found without waiting, once others had their turn: a task that asks again and again stops nobody."""
+        await asyncio.sleep(0)
+        return here
 
     async def _wait_for(self, transfer: Transfer, timeout_s: float) -> None:
         self._flush()

@@ -162,11 +162,13 @@ class PoolClient(BlockingLink):
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are sealed."""
-        return self._run(names.exists(keys))
+        here = self._existing(keys)
+        return self._run(names.exists(keys)) if here is None else here
 
     def count_prefix(self, keys: Sequence[bytes]) -> PrefixCount:
         """How long the prefix of ``keys`` is that the pool holds. Leases nothing; any number of keys."""
-        return self._run(names.count_prefix(keys))
+        here = self._counted(keys)
+        return self._run(names.count_prefix(keys)) if here is None else here
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget objects; how many there were."""

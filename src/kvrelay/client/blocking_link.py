@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvrelay.client.connection import TIMEOUT_S, Connection
-from kvrelay.client.core.handshake import hello, reach
+from kvrelay.client.core.handshake import find_index, hello, reach
 from kvrelay.client.core.session import Ask, Call
 from kvrelay.client.core.steps import Start, Transfer
 from kvrelay.client.lead import Lead
@@ -95,6 +95,7 @@ class BlockingLink(Connection):
             client.welcome = client._run(hello(name, token), timeout_s=max(0.0, deadline - time.monotonic()))
             how = transport if map_arena else "tcp"
             client._map(client._run(reach(client.welcome, how, nixl=nixl.available())))
+            client._map_index(client._run(find_index(client.welcome, wanted=client._can_look)))
         except DeadlineError as error:
             client.close()
             raise PoolUnavailableError(f"{address} accepts connections and does not answer: {error}") from None

@@ -10,6 +10,7 @@ from kvrelay.client.core.blocks import bytes_of
 from kvrelay.client.core.mapped import MappedArena
 from kvrelay.client.core.operations import Operations, StagePart
 from kvrelay.client.core.session import Session
+from kvrelay.client.index import SharedIndex, can_look
 from kvrelay.client.mover import BatchMover
 from kvrelay.client.nixl_path import NixlPath
 from kvrelay.client.tensors import bytes_of_tensor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
+    from kvrelay.client.core.names import PrefixCount
     from kvrelay.client.tensors import Memory
     from kvrelay.transport.tls import TlsSocket
 
@@ -43,6 +45,7 @@ class Connection:
         self._mover = BatchMover()
         self._ops = Operations(segment_sums, self._mover, secrets.token_hex(8), reuse_staging=reuse_staging)
         self._mapped: Arena | None = None
+        self._index: SharedIndex | None = None
 
     @property
     def arena(self) -> memoryview | None:
@@ -94,7 +97,29 @@ class Connection:
         self._ops.arena = self._mapped.view
         self._ops.whole.direct = MappedArena(self._mapped.view, self._mover)
 
+    @property
+    def _can_look(self) -> bool:
+        """Whether an index would be of use."""
+        return can_look and self.transport == "shm"
+
+    def _map_index(self, reply: m.IndexMapped | None) -> None:
+        """Take the index that came with an answer."""
+        if reply is not None:
+            fds = self._stream.received_fds
+            self._index = SharedIndex.attach([fds.pop(0) for _ in range(len(fds))], reply)
+
+    def _counted(self, keys: Sequence[bytes]) -> PrefixCount | None:
+        """How long the prefix is that is there; None: ask the pool."""
+        index = self._index
+        return None if index is None else index.count_prefix(self._stream.fileno(), keys)
+
+    def _existing(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Which keys are sealed; None: ask the pool."""
+        index = self._index
+        return None if index is None else index.exists(self._stream.fileno(), keys)
+
     def _unmap(self) -> None:
+        self._index = None
         self._ops.arena = None
         direct, self._ops.whole.direct = self._ops.whole.direct, None
         if isinstance(direct, NixlPath):

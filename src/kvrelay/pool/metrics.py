@@ -56,6 +56,8 @@ STATS = {
     "waiting": _gauge("waiting_requests", "Requests that are answered when something happens"),
     "connections": _gauge("connections", "Connections that said hello"),
     "engines": _gauge("engines", "Registered engines"),
+    "index_bytes": _gauge("index_bytes", "Shared memory of the indexes clients of this host look keys up in"),
+    "lookups": _counter("lookups", "Lookups clients made there without asking the pool"),
     "requests": _counter("requests", "Requests handled"),
     "errors": _counter("request_errors", "Requests answered with an error"),
     "matched": _counter("hits", "Keys asked for that were there, by tier", tier="dram"),

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from kvrelay import __version__
 from kvrelay.errors import ConfigError, KvRelayError
-from kvrelay.pool.core.actions import Close, Send, SendArena, SendData
+from kvrelay.pool.core.actions import Close, Send, SendArena, SendData, SendIndex
 from kvrelay.pool.core.pool import PoolCore
 from kvrelay.pool.handshakes import Handshakes
 from kvrelay.pool.latency import Latencies
 from kvrelay.pool.peer import TURN_BYTES, Peer
 from kvrelay.pool.traffic import Traffic
+from kvrelay.transport.index import IndexMemory, clock
 from kvrelay.transport.stream import SCRATCH_BYTES
 from kvrelay.transport.tls import TlsConfig
 
@@ -50,7 +51,7 @@ NO_DESCRIPTOR_S = 1.0
 class PoolServer:
     """A pool over ``arena``, listening where `listen` was told to. Use `run`; it serves until `stop` is called.
 
-    ``token``, ``tenants``, ``rules``: as for `PoolCore`.
+    ``token``, ``tenants``, ``rules``: as for `PoolCore`. ``index``: keep indexes for clients of the UNIX socket.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PoolServer:
         token: str | None = None,
         tenants: Sequence[Tenant] = (),
         rules: Rules | None = None,
+        index: bool = True,
     ) -> None:
         self.arena = arena
         self.core = PoolCore(
@@ -79,6 +81,8 @@ class PoolServer:
         self._listeners: list[tuple[socket.socket, Address]] = []
         self._contexts: dict[Address, ssl.SSLContext] = {}
         self._handshakes = Handshakes()
+        self._index = index
+        self._indexes: dict[int, IndexMemory] = {}
         self._last_number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -138,6 +142,7 @@ class PoolServer:
     async def run(self) -> None:
         """Serve until stopped; then close every connection and listener."""
         loop = asyncio.get_running_loop()
+        self._show_indexes()
         for listener, address in self._listeners:
             self._open(listener, address)
         sweeper = asyncio.create_task(self._sweep())
@@ -155,6 +160,25 @@ class PoolServer:
                 self._close(peer, "the pool is stopping")
             if self._timer is not None:
                 self._timer.cancel()
+            for memory in self._indexes.values():
+                memory.close()
+
+    def _show_indexes(self) -> None:
+        """Keep an index for each tenant that may share memory, if there is a socket to send descriptors over."""
+        if not self._index or not any(address.is_unix for _, address in self._listeners):
+            return
+        for number, tenant in self.core.tenants:
+            if not tenant.shm:
+                continue
+            try:
+                memory = IndexMemory.create(self.arena.size)
+            except OSError as error:
+                log.warning("clients of this host will ask for every lookup: no memory for an index: %s", error)
+                return
+            if self.core.show_index(number, memory.table, memory.marks, clock()):
+                self._indexes[number] = memory
+            else:
+                memory.close()
 
     async def _sweep(self) -> None:
         """Close connections that stall."""
@@ -265,6 +289,8 @@ class PoolServer:
                 peer.stream.send(action.reply)
             case SendArena():
                 peer.stream.send(action.reply, fds=[self.arena.fd])
+            case SendIndex():
+                peer.stream.send(action.reply, fds=self._indexes[action.tenant].descriptors)
             case SendData():
                 view = self.arena.view
                 payload = [view[offset : offset + size] for offset, size in action.spans]

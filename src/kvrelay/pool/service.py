@@ -75,7 +75,8 @@ class PoolService:
             arena.close()
 
     async def _serve(self, arena: Arena) -> int:
-        server = PoolServer(arena, tenants=self._config.tenants, rules=self._config.rules)
+        config = self._config
+        server = PoolServer(arena, tenants=config.tenants, rules=config.rules, index=config.settings.index)
         nixl = self._nixl(server, arena)
         tiers: TierService | None = None
         try:

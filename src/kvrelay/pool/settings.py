@@ -153,6 +153,9 @@ class PoolSettings(Settings):
     tiers: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tables)] = Field(
         default=(), description="list of tables: the lower tiers, fastest first; as a flag in short, one a flag"
     )
+    index: bool = Field(
+        default=True, description="clients of the UNIX socket look keys up in shared memory, without asking"
+    )
     nixl: bool = Field(default=False, description="offer the arena over NIXL (RDMA where there is some)")
     drain_timeout_s: float = Field(
         default=5.0, ge=0, le=3600, description="seconds leases, unsealed objects and answers get at a stop"

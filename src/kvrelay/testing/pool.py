@@ -35,8 +35,10 @@ class PoolThread:
         token: str | None = None,
         tenants: Sequence[Tenant] = (),
         tls: ssl.SSLContext | None = None,
+        index: bool = True,
     ) -> None:
         self._tls = tls
+        self._index = index
         self._arena = Arena.create(size)
         self.unix = f"unix:{directory / 'pool.sock'}"
         self.tcp = ""
@@ -47,7 +49,7 @@ class PoolThread:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="pool", daemon=True)
 
     async def _serve(self) -> None:
-        self.server = PoolServer(self._arena, token=self._token, tenants=self._tenants)
+        self.server = PoolServer(self._arena, token=self._token, tenants=self._tenants, index=self._index)
         self.server.listen(Address(path=str(self._directory / "pool.sock")))
         self.server.listen(Address(host="127.0.0.1", port=0), self._tls)
         self.tcp = str(self.server.addresses[1])

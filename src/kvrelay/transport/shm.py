@@ -17,6 +17,11 @@ _F_ADD_SEALS = 1_033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 0x1, 0x2, 0x4
 
 
+def seal_size(fd: int) -> None:
+    """Let no holder of a descriptor change the file's size, ever."""
+    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+
+
 class Arena:
     """``size`` bytes of shared memory behind the descriptor ``fd``, mapped read-write as ``view``.
 
@@ -50,7 +55,7 @@ class Arena:
             raise _no_memory(size, page, error) from error
         try:
             os.ftruncate(fd, size)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+            seal_size(fd)
         except OSError as error:
             os.close(fd)
             raise _no_memory(size, page, error) from error

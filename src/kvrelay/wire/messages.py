@@ -50,6 +50,7 @@ from kvrelay.wire.bulk import (
     Touch,
     Unpin,
 )
+from kvrelay.wire.index import IndexMapped, MapIndex
 from kvrelay.wire.nixl import NixlMap, NixlMapped
 
 
@@ -84,6 +85,8 @@ class Welcome(Reply, frozen=True):
     """Whether `MapArena` will work on this connection (a UNIX socket)."""
     nixl: bool = False
     """Whether `NixlMap` will."""
+    index: bool = False
+    """Whether `MapIndex` will."""
 
 
 class Failed(Reply, frozen=True):
@@ -436,8 +439,9 @@ AnyRequest = (
     Hello | MapArena | Announce | Written | Write | Abort | Disclaim | Match | Exists | Wait | Read | Release | Forget
     | Corrupt | OpenTicket | SealTicket | Follow | EndTicket | Post | Collect | Delete | Register | ListEngines | Stat
     | Put | Room | Fill | Locate | Get | CountPrefix | Pin | Unpin | Touch | Prefetch | ListObjects | Purge | NixlMap
+    | MapIndex
 )  # fmt: skip
 AnyReply = (
     Welcome | Failed | Done | Arena | Announced | Matched | Existing | Ready | Data | Notes | Deleted | Engines | Stats
-    | Followed | PutDone | RoomGiven | Located | Got | Counted | Affected | Listing | NixlMapped
+    | Followed | PutDone | RoomGiven | Located | Got | Counted | Affected | Listing | NixlMapped | IndexMapped
 )  # fmt: skip

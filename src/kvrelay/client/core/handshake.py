@@ -23,6 +23,15 @@ def hello(name: str, token: str | None) -> Operation[m.Welcome]:
     return reply
 
 
+def find_index(welcome: m.Welcome, *, wanted: bool) -> Operation[m.IndexMapped | None]:
+    """Ask for the index of what is there, if it is ``wanted`` and kept."""
+    if not wanted or not welcome.index:
+        return None
+    reply = yield Ask(m.MapIndex(0), m.IndexMapped)
+    assert isinstance(reply, m.IndexMapped)
+    return reply
+
+
 def reach(welcome: m.Welcome, transport: str, *, nixl: bool) -> Operation[m.Arena | m.NixlMapped | None]:
     """Ask for the way to the arena. ``nixl``: whether this client could use NIXL. None: bytes travel in frames.
 

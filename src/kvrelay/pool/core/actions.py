@@ -24,6 +24,14 @@ class SendArena(Struct, frozen=True, gc=False):
     reply: Reply
 
 
+class SendIndex(Struct, frozen=True, gc=False):
+    """Send a reply with the descriptors of a tenant's index."""
+
+    conn: int
+    reply: Reply
+    tenant: int
+
+
 class SendData(Struct, frozen=True, gc=False):
     """Send a reply with the bytes of ``spans`` (offset, size) of the arena; then report ``transfer`` as over.
 
@@ -43,4 +51,4 @@ class Close(Struct, frozen=True, gc=False):
     why: str
 
 
-Action = Send | SendArena | SendData | Close
+Action = Send | SendArena | SendIndex | SendData | Close

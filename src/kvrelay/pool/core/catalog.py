@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvrelay.pool.core.row import Row
 
-__all__ = ["Catalog", "Counts", "Info", "State", "new_catalog"]
+__all__ = ["Catalog", "Counts", "Info", "LookedUp", "State", "new_catalog"]
 
 MAX_SCAN = 1 << 16
 """Rows looked at for one page."""
@@ -55,6 +55,17 @@ class Counts(NamedTuple):
     evicted_for_quota: int
     evicted_unclean: int
     """Of these, objects that were not marked clean."""
+
+
+class LookedUp(NamedTuple):
+    """The indexes clients of this host read (`Catalog.show`), and what they did there, all tenants together."""
+
+    index_bytes: int
+    """Of shared memory."""
+    lookups: int
+    matched: int
+    """Keys found by those that count."""
+    missed: int
 
 
 class Catalog:
@@ -390,6 +401,21 @@ class Catalog:
             if named and tenant in {None, row.tenant.number} and row.key.startswith(prefix):
                 rows.append(row.number)
         return rows.tobytes(), 0 if cursor >= len(self._books.rows) else cursor
+
+    def show(self, tenant: int, table: memoryview, marks: memoryview) -> bool:  # noqa: ARG002 - see the native one
+        """From now on keep an index of a tenant's names in shared memory, in zeroed pages; whether that is done.
+
+        `kvrelay.transport.index` says what lies there. This catalog keeps none; the native one does, and takes what
+        clients found there for asked for.
+
+        Raises:
+            ValueError: the memory is too small or no whole pages, or the tenant is shown already.
+        """
+        return False
+
+    def looked_up(self) -> LookedUp:
+        """What clients looked up in indexes."""
+        return LookedUp(0, 0, 0, 0)
 
     def counts(self) -> Counts:
         """Gauges and counters."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 from kvrelay.errors import BadRequestError, KvRelayError, LeaseExpiredError, UnauthorizedError, VersionError
-from kvrelay.pool.core.actions import Action, Close, SendArena
+from kvrelay.pool.core.actions import Action, Close, SendArena, SendIndex
 from kvrelay.pool.core.audit import audit
 from kvrelay.pool.core.bulk import Bulk
 from kvrelay.pool.core.catalog import new_catalog
@@ -59,6 +59,14 @@ class NixlOffer(NamedTuple):
     base: int
 
 
+class IndexOffer(NamedTuple):
+    """Sizes of the two files of a tenant's index, and the name of the clock it tells times of."""
+
+    table_bytes: int
+    marks_bytes: int
+    clock: str
+
+
 class PoolCore:
     """A pool of ``arena_bytes`` named ``pool``.
 
@@ -96,10 +104,13 @@ class PoolCore:
         self._server = server
         self.nixl: NixlOffer | None = None
         """How NIXL reaches the arena, once the shell offers it."""
+        self._indexes: dict[int, IndexOffer] = {}
+        """By tenant."""
         self._handlers: dict[type[m.Request], Callable[..., object]] = {
             m.Hello: self._hello,
             m.MapArena: self._map_arena,
             m.NixlMap: self._nixl_map,
+            m.MapIndex: self._map_index,
             m.Announce: self.writing.announce,
             m.Written: self.writing.written,
             m.Abort: self.writing.abort,
@@ -264,15 +275,24 @@ class PoolCore:
         conn.shm_capable = conn.shm_capable and conn.trusted
         size = self.catalog.arena_bytes
         nixl = self.nixl is not None and conn.trusted
-        self.desk.send(
-            conn.number, m.Welcome(request.id, version, self._server, self._pool, size, conn.shm_capable, nixl)
-        )
+        shown = conn.shm_capable and conn.tenant in self._indexes
+        welcome = m.Welcome(request.id, version, self._server, self._pool, size, conn.shm_capable, nixl, shown)
+        self.desk.send(conn.number, welcome)
 
     def _map_arena(self, conn: Connection, request: m.MapArena, _now: float) -> None:
         if not conn.shm_capable:
             raise BadRequestError("the arena is mapped over the pool's UNIX socket only, by tenants trusted with it")
         conn.shm = True
         self.desk.act(SendArena(conn.number, m.Arena(request.id, self.catalog.arena_bytes)))
+
+    def _map_index(self, conn: Connection, request: m.MapIndex, _now: float) -> None:
+        offer = self._indexes.get(conn.tenant)
+        if offer is None or not conn.shm_capable:
+            raise BadRequestError(
+                "an index is kept for clients over the pool's UNIX socket only, of tenants trusted with shared memory"
+            )
+        mapped = m.IndexMapped(request.id, *offer, self.seeking.lower is not None)
+        self.desk.act(SendIndex(conn.number, mapped, conn.tenant))
 
     def _nixl_map(self, conn: Connection, request: m.NixlMap, _now: float) -> None:
         if self.nixl is None:
@@ -288,6 +308,13 @@ class PoolCore:
 
     def _stat(self, conn: Connection, request: m.Stat, _now: float) -> None:
         self.desk.send(conn.number, m.Stats(request.id, self.stats()))
+
+    def show_index(self, tenant: int, table: memoryview, marks: memoryview, clock: str) -> bool:
+        """Keep an index of a tenant's objects in this memory from now on, and offer it; whether that is possible."""
+        if not self.catalog.show(tenant, table, marks):
+            return False
+        self._indexes[tenant] = IndexOffer(table.nbytes, marks.nbytes, clock)
+        return True
 
     # --- administration ---
 

@@ -15,10 +15,12 @@
 ``waiting``               unanswered `Wait`, `Collect` and `Follow` requests
 ``connections``           connections that said hello
 ``engines``               registered engines
+``index_bytes``           shared memory of the indexes clients of this host look keys up in
 ``draining``              1 while nothing new is taken in, else 0
 ``requests``              counter: requests handled
 ``errors``                counter: requests answered with `Failed`
-``matched``               counter: keys found by `Match`, `Locate`, `Get` and `CountPrefix`
+``lookups``               counter: lookups clients made in these without asking: no requests, nor in the latencies
+``matched``               counter: keys found by `Match`, `Locate`, `Get`, `CountPrefix`, and lookups that count
 ``missed``                counter: keys they did not find
 ``sealed``                counter: objects sealed
 ``aborted``               counter: objects given up unsealed
@@ -66,7 +68,7 @@ class Counters(Struct):
 
 def collect(core: PoolCore) -> dict[str, int]:
     """All of them, now."""
-    counts, desk = core.catalog.counts(), core.desk
+    counts, desk, looked_up = core.catalog.counts(), core.desk, core.catalog.looked_up()
     counters, connections = desk.counters, desk.connections.values()
     at_watermark = core.upkeep.evicted_at_watermark
     for_room = counts.evicted_for_room + core.upkeep.evicted_clean
@@ -85,11 +87,13 @@ def collect(core: PoolCore) -> dict[str, int]:
         "waiting": desk.waiting,
         "connections": sum(conn.client is not None for conn in connections),
         "engines": sum(conn.engine is not None for conn in connections),
+        "index_bytes": looked_up.index_bytes,
         "draining": int(desk.draining),
         "requests": counters.requests,
         "errors": counters.errors,
-        "matched": counters.matched,
-        "missed": counters.missed,
+        "lookups": looked_up.lookups,
+        "matched": counters.matched + looked_up.matched,
+        "missed": counters.missed + looked_up.missed,
         "sealed": core.store.sealed_total,
         "aborted": core.store.aborted_total,
         "evictions": for_room + counts.evicted_for_quota + at_watermark,
