@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from kvrelay.client.token import TOKEN_VARIABLE, read_token
 from kvrelay.errors import ConfigError
+from kvrelay.hosts import is_loopback
 from kvrelay.pool.core.pool import DEFAULT_TENANT
 from kvrelay.pool.core.tenants import Tenant
 from kvrelay.pool.core.upkeep import Rules
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from kvrelay.pool.tiers.config import TierConfig
 
-LOOPBACK = ("127.", "localhost", "::1")
 _FILES = {"path", "token_file", "admin.token_file", "tls.cert", "tls.key", "tls.client_ca"}
 _OTHERS = {TOKEN_VARIABLE, "KVRELAY_POOL_PORT", "KVRELAY_POOL_ARGS"}
 """Variables with our prefix that are not settings of a pool server: the token itself, and settings of `kvrelay up`."""
@@ -197,7 +197,7 @@ def _contradictions(settings: PoolSettings) -> Iterator[str]:
     yield from _tenant_problems(settings)
     if admin.listen is None and admin.token_file is not None:
         yield "admin.token_file means nothing without admin.listen: give --admin HOST:PORT"
-    if admin.listen is not None and admin.token_file is None and not _is_loopback(admin.listen):
+    if admin.listen is not None and admin.token_file is None and not is_loopback(parse_host_port(admin.listen).host):
         yield (
             f"admin.listen = {admin.listen!r} can be reached from other hosts and asks for no token: "
             "give --admin-token-file FILE, or an address such as 127.0.0.1:7421"
@@ -240,10 +240,6 @@ def _tiers(settings: PoolSettings, problems: list[str]) -> tuple[TierConfig, ...
     except ConfigError as error:
         problems += error.problems
         return ()
-
-
-def _is_loopback(host_port: str) -> bool:
-    return host_port.removeprefix("[").startswith(LOOPBACK)
 
 
 def _tenants(settings: PoolSettings, problems: list[str], environ: Mapping[str, str]) -> tuple[Tenant, ...]:

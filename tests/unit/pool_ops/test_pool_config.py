@@ -73,6 +73,8 @@ def test_all_problems_are_told_at_once_with_the_place_each_came_from() -> None:
         ({"tls.cert": "/no/such.pem"}, "", "tls.cert = '/no/such.pem': no such file"),
         ({"admin.token_file": "/dev/null"}, "", "means nothing without admin.listen"),
         ({"admin.listen": "0.0.0.0:7421"}, "", "can be reached from other hosts and asks for no token"),
+        ({"admin.listen": "localhost.example:7421"}, "", "can be reached from other hosts and asks for no token"),
+        ({"admin.listen": "[::12]:7421"}, "", "can be reached from other hosts and asks for no token"),
         ({"unix": "/" + "x" * 120}, "", "over 107 bytes"),
         ({"numa_nodes": "0,x"}, "", "numa_nodes.1 = 'x'"),
         ({"huge_pages": "4KiB"}, "", "'2MiB' or '1GiB'"),

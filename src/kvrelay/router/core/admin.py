@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from kvrelay.hosts import is_loopback
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKEN_VARIABLE = "KVRELAY_ROUTER_ADMIN_TOKEN"  # noqa: S105 - the variable's name
-_LOOPBACK = ("127.", "localhost", "::1")
 
 
 class AdminSettings(Struct, frozen=True, kw_only=True):
@@ -29,7 +30,7 @@ class AdminSettings(Struct, frozen=True, kw_only=True):
             return
         if not 0 <= self.port <= 65535:
             yield f"--admin-port {self.port} is not a port: give one from 1 to 65535, or 0 for any free one"
-        if token is None and not self.host.startswith(_LOOPBACK):
+        if token is None and not is_loopback(self.host):
             yield (
                 f"--admin-host {self.host} can be reached from other hosts, and the admin API asks for no token: "
                 f"give --admin-token-file FILE or {TOKEN_VARIABLE}, or leave --admin-host out"

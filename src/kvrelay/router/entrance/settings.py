@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from kvrelay.errors import ConfigError
+from kvrelay.hosts import is_loopback
 from kvrelay.router.core.admission.gatekeeper import Limits
 from kvrelay.router.core.admission.keys import KeyRing  # noqa: TC001 - msgspec looks at it
 from kvrelay.router.entrance.keyring import read_key_file
@@ -125,7 +125,7 @@ def check_entrance(settings: EntranceSettings, problems: list[str], *, workers: 
 
 def exposed_without(host: str, config: EntranceConfig) -> str:
     """What is missing for a host others can reach, in words; nothing where nobody else can, or nothing is missing."""
-    if _is_loopback(host):
+    if is_loopback(host):
         return ""
     missing = [
         words
@@ -136,13 +136,6 @@ def exposed_without(host: str, config: EntranceConfig) -> str:
         if there is None
     ]
     return f"{host} can be reached from other machines, and is served " + " and ".join(missing) if missing else ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _bounds(settings: EntranceSettings, workers: int) -> Iterator[str]:
