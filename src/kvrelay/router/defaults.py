@@ -27,6 +27,8 @@ SLOW_S = 1.0
 ANSWER_S = 5.0
 MAX_MODELS = 256
 """Engines times models that are remembered: clients name models, and may name any."""
+MAX_NAME_CHARS = 256
+"""Longer names are nobody's models."""
 
 
 class _KeyRefusedError(Exception):
@@ -55,6 +57,8 @@ class DefaultsDesk:
 
         ``headers``: by which engines know the client.
         """
+        if len(model) > MAX_NAME_CHARS:
+            return None
         key = (engine, model)
         found = self._known.get(key)
         stale = found is None or asyncio.get_running_loop().time() >= found.until

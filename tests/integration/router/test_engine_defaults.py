@@ -76,6 +76,13 @@ async def test_an_engine_that_fails_or_is_gone_is_not_known_any_more(asked: Aske
     assert await asked.told() is None
 
 
+async def test_a_name_that_is_no_models_is_neither_asked_about_nor_remembered(asked: Asked) -> None:
+    assert asked.desk.known(asked.engine, "m" * (desk_module.MAX_NAME_CHARS + 1), []) is None
+    assert not asked.desk._asking
+    assert await asked.told() is not None
+    assert len(asked.desk._known) == 1
+
+
 async def test_a_key_that_is_refused_says_nothing_about_the_engine(asked: Asked) -> None:
     assert await asked.told() is not None
     asked.fake.script(fail(401))
