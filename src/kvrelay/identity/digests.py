@@ -66,8 +66,13 @@ class DigestCache:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             merged = {**DigestCache(self._path)._digests, **self._fresh}
             with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-                json.dump(merged, file)
-            os.replace(file.name, self._path)  # noqa: PTH105  the atomic one
+                try:
+                    json.dump(merged, file)
+                    file.flush()
+                    os.replace(file.name, self._path)  # noqa: PTH105  the atomic one
+                except OSError:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
         except OSError:
             return
         self._fresh = {}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import TYPE_CHECKING
@@ -170,3 +171,14 @@ def test_the_name_of_given_weights_is_the_same_in_every_release(tmp_path: Path, 
     (folder / "a.safetensors").write_bytes(b"one")
     (folder / "b.safetensors").write_bytes(b"two")
     assert identity(folder, cache_file) == "sha256:d03f08432003f65529f2cecfc88b6de54a52c71da6e1a6f48238d0404fc647ec"
+
+
+def test_a_cache_that_cannot_be_written_leaves_nothing_behind(
+    model: Path, cache_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(digests.json, "dump", full)
+    assert identity(model, cache_file)
+    assert list(cache_file.parent.iterdir()) == []
