@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -60,8 +61,18 @@ def test_what_is_no_list_of_models_is_none(answer: bytes) -> None:
         (b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--b--\r\n', "whisper"),
         (b"--b\r\nContent-Disposition: form-data; name=model\r\nContent-Type: text/plain\r\n\r\nw\r\n--b--\r\n", "w"),
         (b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nmodel\r\n--b--\r\n', ""),
+        (b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n\r\n--b--\r\n', ""),
+        (b'--b\r\nContent-Disposition: form-data; name="model"\r\n', ""),
+        (b'name="model"\r\n' * 3 + b"\r\nw\r\n", "w"),
         (b"\x00\xff", ""),
     ],
 )
 def test_the_model_of_a_form(body: bytes, expected: str) -> None:
     assert model_of_form(body) == expected
+
+
+def test_a_form_that_is_nothing_but_beginnings_is_read_in_the_time_it_takes_to_read_it() -> None:
+    """Each could be looked at to the body's end, which would hold up everybody for hours."""
+    began = time.process_time()
+    assert model_of_form(b'name="model"\r\n' * 500_000) == ""
+    assert time.process_time() - began < 5.0

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 Strangers = dict[Role, tuple["Engine", ...]]
 """By role, the engines that do not serve a model."""
 NO_STRANGERS: Strangers = {Role.PREFILL: (), Role.DECODE: ()}
-_FORM_FIELD = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n(?P<model>[^\r\n]{1,512})\r\n')
-"""In ``multipart/form-data``, as audio is sent."""
+_FORM_FIELD = re.compile(rb'name="?model"?\r\n')
+"""In ``multipart/form-data``, as audio is sent; further headers and an empty line are between it and its value."""
+_FORM_VALUE = re.compile(rb"([^\r\n]{1,512})\r\n")
+_EMPTY_LINE = b"\r\n\r\n"
 
 
 class Card(Struct):
@@ -74,5 +76,11 @@ def strangers(
 
 def model_of_form(body: bytes) -> str:
     """The field ``model`` of a form; empty if there is none."""
-    found = _FORM_FIELD.search(body)
-    return "" if found is None else found["model"].decode("utf-8", "replace")
+    place = 0
+    while (field := _FORM_FIELD.search(body, place)) is not None:
+        place = body.find(_EMPTY_LINE, field.end() - 2) + len(_EMPTY_LINE)
+        if place < len(_EMPTY_LINE):
+            break
+        if (value := _FORM_VALUE.match(body, place)) is not None:
+            return value[1].decode("utf-8", "replace")
+    return ""
