@@ -68,9 +68,8 @@ def _append(file: Path, name: str, entry: str) -> None:
                 f"{str(file)!r} has a key {name!r} already: choose another name, or remove it there first"
             )
         entry = "\n" + entry
-    else:
-        file.touch(mode=0o600)
     try:
+        file.touch(mode=0o600)
         with file.open("a", encoding="utf-8") as out:
             out.write(entry)
     except OSError as error:

@@ -117,6 +117,7 @@ def test_the_command_shows_a_secret_once_and_its_file_lets_it_in(
     assert main(["router", "key", "one", "--file", str(file)]) == 2
     assert main(["router", "key", "three", "--file", str(file), "--expires", "soon"]) == 2
     assert main(["router", "key", "three", "--file", str(tmp_path / "keys.json")]) == 2
+    assert main(["router", "key", "three", "--file", str(tmp_path / "none" / "keys.toml")]) == 2
     assert "sk-kvr" not in capsys.readouterr().out
     assert len(read_key_file(file).keys) == 2
 
