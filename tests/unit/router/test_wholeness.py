@@ -89,3 +89,13 @@ def test_streams_of_named_events_end_with_the_last_of_them(path: str, last: byte
     end.feed(last)
     end.feed(b"")
     assert end.whole
+
+
+def test_the_last_events_name_inside_of_generated_text_ends_nothing() -> None:
+    for path, name in (("/v1/responses", b"response.completed"), ("/v1/messages", b"message_stop")):
+        end = StreamEnd.of(path)
+        assert end is not None
+        end.feed(b'event: delta\ndata: {"delta":"it ends with event: ' + name + b'"}\n\n')
+        assert not end.whole
+        end.feed(b'event: delta\ndata: {"delta":"!"}\n\nevent: ' + name + b"\ndata: {}\n\n")
+        assert end.whole

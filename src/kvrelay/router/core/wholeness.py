@@ -80,8 +80,8 @@ class StreamEnd:
         """A piece that is passed on. The first line of an event is whole in one piece."""
         if not self._marks:
             self._tail = data if len(data) >= _TAIL_BYTES else self._tail[-_TAIL_BYTES:] + data
-        elif not self._seen:
-            self._seen = any(mark in data for mark in self._marks)
+        elif not self._seen:  # at the beginning of a line: the text of an answer may be about events
+            self._seen = data.startswith(self._marks) or any(b"\n" + mark in data for mark in self._marks)
 
     @property
     def whole(self) -> bool:
