@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import KvRelayError
+from kvrelay.router.lasting import lasting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +45,8 @@ class Prober:
         for engine in [engine for engine in self._tasks if changed or engine not in wanted]:
             self._tasks.pop(engine).cancel()
         for engine in wanted - self._tasks.keys():
-            self._tasks[engine] = asyncio.create_task(self._look_at(engine))
+            look = lasting(partial(self._look_at, engine), f"the probes of {engine.name}")
+            self._tasks[engine] = asyncio.create_task(look)
 
     async def close(self) -> None:
         """Look no longer."""

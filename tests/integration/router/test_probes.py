@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.errors import PoolUnavailableError
+from kvrelay.router import lasting
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.resilience import Resilience
+from kvrelay.testing.fake_tickets import FakePool
 from kvrelay.testing.raw_http import get, post
 
 if TYPE_CHECKING:
+    import pytest
+
     from kvrelay.router.service import RouterService
 
 OFTEN = Resilience(probe_interval_s=0.02)
@@ -72,3 +77,42 @@ async def test_when_all_engines_are_down_by_their_probes_they_are_asked_all_the_
     service = await router([await engine()], [decode], resilience=OFTEN, health=HealthSettings(failures=1, rest_s=60.0))
     await until_down(service, "D0", down=True)
     assert (await post(service.port, "/v1/completions", ASK)).status == 200
+
+
+async def test_a_bug_ends_neither_the_probes_of_an_engine_nor_the_care_for_the_pool(
+    engine: Any, router: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. A probe raises what nobody expects, and so does making a connection. 2. Both go on, and the log says why."""
+    monkeypatch.setattr(lasting, "AGAIN_S", 0.0)
+    pool, tries = FakePool(), 0
+
+    async def connect() -> FakePool:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise PoolUnavailableError("not yet")
+        if tries == 2:
+            raise ValueError("a bug")
+        return await pool.connect()
+
+    service = await router([await engine()], [await engine()], resilience=OFTEN, pool=connect)
+    probe, probed, (decode,) = service.engines.probe, asyncio.Event(), service.engines.decodes
+    bugs = [decode]
+
+    async def buggy(one: Any, *args: Any, **options: Any) -> int:
+        if one in bugs:
+            bugs.remove(one)
+            raise ValueError("a bug")
+        status: int = await probe(one, *args, **options)
+        if one is decode and not bugs:
+            probed.set()
+        return status
+
+    monkeypatch.setattr(service.engines, "probe", buggy)
+    async with asyncio.timeout(20):
+        await probed.wait()
+        while "kvrelay_router_pool_up 1.0" not in (await get(service.port, "/metrics")).body.decode():
+            pass
+    said = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert any("the probes of D0" in line for line in said)
+    assert any("the connection to the pool" in line for line in said)
