@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
+
+from kvrelay.router.errors import AnswerTooLargeError
 from kvrelay.router.http.call import MAX_KEPT_BYTES, Call
 
 if TYPE_CHECKING:
@@ -77,3 +80,13 @@ async def test_an_engine_has_no_deadline_while_the_client_takes_what_was_there_a
     assert line.state() == (True, 30.0)
     call.on_end()
     await piping
+
+
+async def test_an_answer_that_was_whole_before_it_was_read_is_too_large_all_the_same() -> None:
+    line = Line()
+    call = Call(line, asyncio.get_running_loop())
+    call.on_head(500, b"", [])
+    call.on_data(b"12345")
+    call.on_end()
+    with pytest.raises(AnswerTooLargeError):
+        await call.read(limit_bytes=4, timeout_s=1.0)

@@ -133,6 +133,8 @@ class Call:
                 self.fail(AnswerTooLargeError(f"the answer is longer than {limit_bytes} bytes"))
 
         await self._pipe(collect, timeout_s, moving=False)
+        if size > limit_bytes:  # it had ended before: no call to be failed any more
+            raise AnswerTooLargeError(f"the answer is longer than {limit_bytes} bytes")
         return b"".join(parts)
 
     def pipe(self, sink: Callable[[bytes], None], *, silence_s: float) -> Coroutine[Any, Any, None]:
