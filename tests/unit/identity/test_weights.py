@@ -179,6 +179,6 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(digests.json, "dump", full)
+    monkeypatch.setattr(json, "dump", full)
     assert identity(model, cache_file)
     assert list(cache_file.parent.iterdir()) == []
