@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from kvrelay.client.aio import AsyncPoolClient
@@ -102,7 +102,9 @@ class StripedPoolClient(_Striped[PoolClient]):
             results.append(self._guarded(live[0], work, runs[0]))
         except KvRelayError as error:
             errors.append(error)
-        for future in futures:  # all of them end before the buffers are the caller's again
+        finally:
+            wait(futures)  # whatever ended this: until then the buffers are not the caller's again
+        for future in futures:
             failed = future.exception()
             if failed is None:
                 results.append(future.result())

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.client.core.blocks import Blocks
 from kvrelay.client.core.puts import Puts
 from kvrelay.client.core.stripes import MIN_STRIPE_BYTES, joined_count, joined_puts, stripes
+from kvrelay.client.striped import StripedPoolClient
+
+if TYPE_CHECKING:
+    from kvrelay.client.blocking import PoolClient
 
 sizes = st.lists(st.sampled_from([1, MIN_STRIPE_BYTES // 3, MIN_STRIPE_BYTES, 5 * MIN_STRIPE_BYTES]), max_size=40)
 
@@ -43,3 +51,23 @@ def test_what_lies_behind_a_hole_counts_for_nothing() -> None:
 
 def test_states_are_joined_in_order() -> None:
     assert joined_puts([Puts(b"\0\1"), Puts(b"\3")]).states == b"\0\1\3"
+
+
+def test_an_interrupted_call_ends_with_its_last_stripe() -> None:
+    """1. Two connections move bytes. 2. Ctrl-C comes to the first one's thread. 3. The other still moves some."""
+    clients = [SimpleNamespace(closed=False), SimpleNamespace(closed=False)]
+    begun, never, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work(client: Any, _start: int, _stop: int) -> None:
+        if client is clients[0]:
+            begun.wait()
+            raise KeyboardInterrupt
+        begun.set()
+        never.wait(0.1)
+        ended.set()
+
+    striped = StripedPoolClient(cast("list[PoolClient]", clients))
+    with pytest.raises(KeyboardInterrupt):
+        striped._each(Blocks(array("Q", [MIN_STRIPE_BYTES] * 2)), work)
+    assert ended.is_set()
+    striped._threads.shutdown()
