@@ -1,37 +1,62 @@
 """Workers of one router ask each other: for metrics, and for hand-overs another one has the record of.
 
-Each listens on a UNIX socket in the router's own directory. A question is a connection: one message there, one back.
-Whoever does not answer in time is left out.
+Each listens on an abstract UNIX socket: a name that is gone with whoever listens, however they end. Everybody on the
+host can see it, and connect; so both sides look who the other is, and a question shows a secret that only workers of
+one router have. A question is a connection: one message there, one back. Whoever does not answer in time is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import os
+import secrets
+import socket
+import struct
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvrelay.router.core.merging import Snapshot, lasting, merge, weight
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """For a colleague's answer: a little longer than it may wait for proofs."""
 MAX_BYTES = 64 << 20
+_CREDENTIALS = struct.Struct("3i")
+"""Of a socket's other end: process, user, group."""
 _ENCODE = msgspec.msgpack.Encoder().encode
 _SNAPSHOT = msgspec.msgpack.Decoder(Snapshot).decode
+
+
+class Party(Struct, frozen=True):
+    """What the workers of one router share. Made before there are any."""
+
+    name: str
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> Party:
+        """Another one than all others."""
+        return cls(f"kvrelay-router-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(32))
+
+    def address(self, number: int) -> str:
+        """Where a worker listens."""
+        return f"\0{self.name}-{number}"
 
 
 class Question(Struct, frozen=True):
     """``metrics``: your snapshot. ``handover``: your record of ``name``. ``remembered``: what ``worker`` last said."""
 
     what: Literal["metrics", "handover", "remembered"]
+    secret: bytes = b""
     name: str = ""
     worker: int = 0
 
@@ -42,10 +67,10 @@ _QUESTION = msgspec.msgpack.Decoder(Question).decode
 class Colleagues:
     """The other workers, and what they have said."""
 
-    def __init__(self, directory: Path, number: int, count: int) -> None:
+    def __init__(self, party: Party, number: int, count: int) -> None:
         """This is worker ``number`` of ``count``."""
         self.number = number
-        self._directory = directory
+        self._party = party
         self._others = [other for other in range(count) if other != number]
         self._answers: Callable[[Question], Awaitable[bytes]] | None = None
         self._server: asyncio.Server | None = None
@@ -59,9 +84,9 @@ class Colleagues:
         # First, since whoever asks us for metrics then forgets what our predecessor said.
         remembered = [_SNAPSHOT(said) for said in await self._ask(Question("remembered", worker=self.number)) if said]
         self._before = max(remembered, key=weight, default=())
-        path = self._path(self.number)
-        path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        sock = socket.socket(socket.AF_UNIX)  # uvloop takes no such names itself
+        sock.bind(self._party.address(self.number))
+        self._server = await asyncio.start_unix_server(self._serve, sock=sock)
 
     async def close(self) -> None:
         """Answer no more."""
@@ -84,18 +109,25 @@ class Colleagues:
 
     async def find(self, handover: str) -> bytes | None:
         """The record of a hand-over, from whoever has it."""
-        return next((said for said in await self._ask(Question("handover", handover)) if said), None)
+        return next((said for said in await self._ask(Question("handover", name=handover)) if said), None)
 
     # --- asking and being asked ---
 
     async def _ask(self, question: Question) -> list[bytes]:
-        return await asyncio.gather(*(self._ask_one(other, _ENCODE(question)) for other in self._others))
+        message = _ENCODE(replace(question, secret=self._party.secret))
+        return await asyncio.gather(*(self._ask_one(other, message) for other in self._others))
 
     async def _ask_one(self, other: int, question: bytes) -> bytes:
-        writer = None
+        writer, address = None, self._party.address(other)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
         try:
             async with asyncio.timeout(WAIT_S):
-                reader, writer = await asyncio.open_unix_connection(self._path(other), limit=MAX_BYTES)
+                await asyncio.get_running_loop().sock_connect(sock, address)
+                reader, writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_BYTES)
+                if not _is_ours(writer):
+                    logger.error("another user has taken worker %d's place at %r", other, address)
+                    return b""
                 writer.write(question)
                 writer.write_eof()
                 return await reader.read()
@@ -105,11 +137,17 @@ class Colleagues:
         finally:
             if writer is not None:
                 writer.close()
+            else:
+                sock.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(WAIT_S):
+                if not _is_ours(writer):
+                    return
                 question = _QUESTION(await reader.read())
+                if not hmac.compare_digest(question.secret, self._party.secret):
+                    return
                 if question.what == "remembered":
                     said = self._said.get(question.worker, ())
                     answer = _ENCODE(lasting(said)) if said else b""
@@ -123,5 +161,10 @@ class Colleagues:
         finally:
             writer.close()
 
-    def _path(self, number: int) -> Path:
-        return self._directory / f"{number}.sock"
+
+def _is_ours(writer: asyncio.StreamWriter) -> bool:
+    """Whether the other end is a process of this user."""
+    sock = writer.get_extra_info("socket")
+    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(told)[1]
+    return user == os.geteuid()

@@ -136,7 +136,7 @@ class RouterService:
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
         self._own = OwnPages(
             engines, self._desk, book, metrics, census, colocated_fallback=config.routing.colocated_fallback,
-            colleagues=None if seat is None else Colleagues(seat.directory, seat.number, seat.count),
+            colleagues=None if seat is None else Colleagues(seat.party, seat.number, seat.count),
         )  # fmt: skip
         self._connections = Registry()
         self._names = Names()

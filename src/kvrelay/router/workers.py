@@ -11,14 +11,13 @@ import os
 import select
 import signal
 import socket
-import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError, KvRelayError
 from kvrelay.launch.kernel import stop_with_parent
+from kvrelay.router.colleagues import Party
 from kvrelay.router.core.supervision import Supervision
 
 if TYPE_CHECKING:
@@ -35,14 +34,14 @@ _UNUSABLE, _FAILED = 2, 1
 
 
 class Seat:
-    """What a worker is given: its number, its sockets, the directory it shares with the others."""
+    """What a worker is given: its number, its sockets, how it finds the others."""
 
-    def __init__(self, number: int, count: int, sockets: list[socket.socket], directory: Path, told: int) -> None:
+    def __init__(self, number: int, count: int, sockets: list[socket.socket], party: Party, told: int) -> None:
         """``told``: the descriptor on which the parent learns that it serves."""
         self.number = number
         self.count = count
         self.sockets = sockets
-        self.directory = directory
+        self.party = party
         self._told = told
 
     def ready(self) -> None:
@@ -65,6 +64,7 @@ class Workers:
         self._sockets += [_listen(host, self.port) for _ in range(count - 1)]
         self._supervision = Supervision(count, time.monotonic())
         self._work = work
+        self._party = Party.new()
         self._pipes: dict[int, tuple[Slot, int]] = {}
         """Where each worker, by its process id, tells that it serves."""
         self._status = 0
@@ -84,27 +84,26 @@ class Workers:
         before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         announced = False
-        with tempfile.TemporaryDirectory(prefix="kvrelay-router-") as directory:
-            try:
-                while not self._supervision.over:
-                    for slot in list(self._supervision.due(time.monotonic())):
-                        self._start(slot, Path(directory), (woken, wake))
-                    wait_s = self._supervision.wait_s(time.monotonic())
-                    readable, _, _ = select.select([woken, *self._pipes], [], [], wait_s)
-                    self._hear(readable)
-                    if woken in readable:
-                        self._react(os.read(woken, 4096))
-                    self._reap()
-                    if not announced and self._supervision.all_ready:
-                        announced = True
-                        on_ready()
-            finally:
-                signal.set_wakeup_fd(-1)
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-                for descriptor in (woken, wake, *self._pipes):
-                    os.close(descriptor)
-                self._close_sockets()
+        try:
+            while not self._supervision.over:
+                for slot in list(self._supervision.due(time.monotonic())):
+                    self._start(slot, (woken, wake))
+                wait_s = self._supervision.wait_s(time.monotonic())
+                readable, _, _ = select.select([woken, *self._pipes], [], [], wait_s)
+                self._hear(readable)
+                if woken in readable:
+                    self._react(os.read(woken, 4096))
+                self._reap()
+                if not announced and self._supervision.all_ready:
+                    announced = True
+                    on_ready()
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for descriptor in (woken, wake, *self._pipes):
+                os.close(descriptor)
+            self._close_sockets()
         if self._supervision.failed and not self._supervision.stopping:
             kind = ConfigError if self._status == _UNUSABLE else KvRelayError
             raise kind(f"a worker could not begin (exit status {self._status}): it says above why")
@@ -112,7 +111,7 @@ class Workers:
 
     # --- workers ---
 
-    def _start(self, slot: Slot, directory: Path, ours: tuple[int, int]) -> None:
+    def _start(self, slot: Slot, ours: tuple[int, int]) -> None:
         heard, told = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # none is lost while the child still has our handlers
         pid = os.fork()
@@ -132,7 +131,7 @@ class Workers:
                         for sock in sockets:
                             sock.close()
                 count = len(self._sockets)
-                status = self._work(Seat(slot.number, count, self._sockets[slot.number], directory, told))
+                status = self._work(Seat(slot.number, count, self._sockets[slot.number], self._party, told))
             except BaseException:
                 logging.getLogger(__name__).exception("worker %d fails", slot.number)
             finally:

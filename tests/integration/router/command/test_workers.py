@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -77,11 +78,17 @@ def test_a_killed_worker_is_replaced_and_what_it_counted_is_kept(processes: Proc
 
 
 def test_workers_do_not_outlive_the_process_that_started_them(processes: Processes) -> None:
-    router, _ = processes.router("--workers", "2")
+    def left_behind() -> set[Path]:
+        return set(Path(tempfile.gettempdir()).glob("kvrelay-router-*"))
+
+    before = left_behind()
+    router, url = processes.router("--workers", "2")
+    ask(url)
     workers = children(router)
     router.kill()
     router.wait(WAIT_S)
     wait_for(lambda: not any(_runs(pid) for pid in workers))
+    assert left_behind() <= before
 
 
 def _runs(pid: int) -> bool:
