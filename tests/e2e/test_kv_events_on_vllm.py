@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.launch.host import free_ports
 from kvrelay.router.core.kv.index import KvIndex, Source
@@ -91,3 +93,30 @@ async def test_the_index_agrees_with_the_engine(tiny_model: Path, tmp_path_facto
             assert await engine.ask(prompt) == 0
         finally:
             await hub.close()
+
+
+@pytest.mark.matrix
+def test_data_parallel_ranks_of_a_started_engine_are_listened_to(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (port,) = free_ports(1, taken=set())
+    arguments = [
+        "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "2048",
+        "--kv-cache-memory", "64MiB", "--pool-size", "256MiB", "--decode-data-parallel-size", "2",
+        "--router-decode-policy", "kv-aware", "--router-token-ids", "off", "--port", str(port),
+    ]  # fmt: skip
+    rng = random.Random(4)
+
+    def shown(name: str) -> dict[str, float]:
+        text = httpx.get(f"{stack.base_url}/metrics").text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        return {sample.labels["rank"]: sample.value for sample in families[f"kvrelay_router_kv_{name}"].samples}
+
+    with RunningStack(tiny_model, tmp_path_factory.mktemp("dp"), arguments) as stack:
+        stack.wait_ready(START_S)
+        deadline = time.monotonic() + 60
+        while not (shown("events_up") == {"0": 1, "1": 1} and all(blocks >= 3 for blocks in shown("blocks").values())):
+            assert time.monotonic() < deadline, (shown("events_up"), shown("blocks"))
+            prompt = [rng.randrange(10, 2000) for _ in range(100)]
+            asked = {"model": stack.model_name, "prompt": prompt, "max_tokens": 2}
+            httpx.post(f"{stack.base_url}/v1/completions", json=asked, timeout=60).raise_for_status()

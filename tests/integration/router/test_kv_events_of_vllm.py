@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrelay.launch.core.kv_events import engine_arguments, router_arguments
 from kvrelay.router.core.kv.index import KvIndex, Source
-from kvrelay.router.core.kv.settings import Publisher
+from kvrelay.router.core.kv.settings import Publisher, parse_endpoints
 from kvrelay.router.kv.hub import KvHub
 from kvrelay.router.kv.metrics import KvMetrics
 
@@ -28,6 +30,20 @@ async def holds(hub: KvHub, blocks: int) -> None:
     async with asyncio.timeout(60):
         while hub.index.num_blocks(D0) != blocks:  # noqa: ASYNC110 - what changes is counted, not told
             await asyncio.sleep(0.01)
+
+
+def test_data_parallel_ranks_publish_where_the_launcher_says() -> None:
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    told = dict(zip(("flag", "config"), engine_arguments("/run/tcp", "D0"), strict=True))
+    config = json.loads(told["config"])
+    heard = router_arguments("/run/tcp", "D0", 3)[1::2]
+    for rank, text in enumerate(heard):
+        (where,) = parse_endpoints([text.removeprefix("D0=")])
+        places = (config["endpoint"], config["replay_endpoint"])
+        offset = [ZmqEventPublisher.offset_endpoint_port(place, rank) for place in places]
+        assert [where.endpoint, where.replay] == offset
+        assert ZmqEventPublisher._is_bind_endpoint(where.endpoint)
 
 
 async def test_what_vllm_publishes_is_understood(tmp_path: Path) -> None:

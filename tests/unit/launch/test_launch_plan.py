@@ -353,13 +353,15 @@ def test_engines_of_a_kv_aware_policy_publish_to_the_router_alone() -> None:
     assert json.loads(after(spec(plan, "D1"), "--kv-events-config")) == {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": "ipc:///run/kv/ipc/D1-kv",
-        "replay_endpoint": "ipc:///run/kv/ipc/D1-kvr",
+        "endpoint": "ipc:///run/kv/ipc/D1-kv-inproc",
+        "replay_endpoint": "ipc:///run/kv/ipc/D1-kvr-inproc",
     }
     assert "--kv-events-config" not in spec(plan, "P0").argv
     router = spec(plan, "router")
     given = [value for flag, value in pairwise(router.argv) if flag == "--kv-events"]
-    assert given == [f"{name}=ipc:///run/kv/ipc/{name}-kv,ipc:///run/kv/ipc/{name}-kvr" for name in ("D0", "D1")]
+    assert given == [
+        f"{name}=ipc:///run/kv/ipc/{name}-kv-inproc,ipc:///run/kv/ipc/{name}-kvr-inproc" for name in ("D0", "D1")
+    ]
     assert after(router, "--token-ids") == "off"
     with pytest.raises(ConfigError, match=r"router.pool_index .* needs a connector with a pool"):
         plan_of({"router.policy": "kv-aware", "router.pool_index": "true"})
@@ -369,8 +371,11 @@ def test_engines_of_a_kv_aware_policy_publish_to_the_router_alone() -> None:
         "router.disaggregate_above": "9",
     }
     assert "--pool-index" in spec(plan_of(asking), "router").argv
-    with pytest.raises(ConfigError, match="2 data-parallel ranks in a decode engine"):
-        plan_of({"router.decode_policy": "kv-aware", "decode.data_parallel_size": "2"})
+    ranks = plan_of({"router.decode_policy": "kv-aware", "decode.data_parallel_size": "2"})
+    assert [value for flag, value in pairwise(spec(ranks, "router").argv) if flag == "--kv-events"] == [
+        "D0=ipc:///run/kv/ipc/D0-kv-inproc,ipc:///run/kv/ipc/D0-kvr-inproc",
+        "D0=ipc:///run/kv/ipc/D0-kv-inproc_dp1,ipc:///run/kv/ipc/D0-kvr-inproc_dp1",
+    ]
     with pytest.raises(ConfigError, match="--kv-events-config is chosen by kvrelay up"):
         plan_of({"router.policy": "kv-aware", "engine.args": "--kv-events-config {}"})
 

@@ -1,6 +1,8 @@
 """KV cache events between the engines and the router of one launcher: over UNIX sockets in the run directory.
 
 vLLM binds ``tcp://`` on every interface only, which would show all prompts to the network; ``ipc://`` it binds as told.
+Its data-parallel ranks publish at one place each: vLLM adds the rank to a port, or to a name that contains ``inproc``,
+whatever the scheme, and refuses others. So our sockets' names contain it.
 """
 
 from __future__ import annotations
@@ -24,27 +26,32 @@ def publishes(settings: UpSettings, role: str) -> bool:
     return settings.profile is not None and settings.router.routing.policy_of(Role(role)) == POLICY
 
 
-def publisher_socket(run_dir: str, engine: str) -> str:
-    """Path of the socket where an engine publishes."""
-    return f"{run_dir}/ipc/{engine}-kv"
+def publisher_socket(run_dir: str, engine: str, rank: int = 0, *, replay: bool = False) -> str:
+    """Path of the socket where a rank of an engine publishes, or replays."""
+    return f"{run_dir}/ipc/{engine}-kv{'r' * replay}-inproc" + (f"_dp{rank}" if rank else "")
 
 
 def engine_arguments(run_dir: str, engine: str) -> list[str]:
     """What vLLM is told."""
-    published = publisher_socket(run_dir, engine)
     config = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"ipc://{published}",
-        "replay_endpoint": f"ipc://{published}r",
+        "endpoint": f"ipc://{publisher_socket(run_dir, engine)}",
+        "replay_endpoint": f"ipc://{publisher_socket(run_dir, engine, replay=True)}",
     }
     return [CONFIG_FLAG, json.dumps(config, separators=(",", ":"))]
 
 
-def router_arguments(run_dir: str, engine: str) -> list[str]:
-    """What the router is told."""
-    published = publisher_socket(run_dir, engine)
-    return ["--kv-events", f"{engine}=ipc://{published},ipc://{published}r"]
+def router_arguments(run_dir: str, engine: str, num_ranks: int) -> list[str]:
+    """What the router is told. ``num_ranks``: data-parallel ones."""
+    places = (
+        (publisher_socket(run_dir, engine, rank), publisher_socket(run_dir, engine, rank, replay=True))
+        for rank in range(num_ranks)
+    )
+    return [
+        word for published, replayed in places
+        for word in ("--kv-events", f"{engine}=ipc://{published},ipc://{replayed}")
+    ]  # fmt: skip
 
 
 def kv_events_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
@@ -59,11 +66,6 @@ def kv_events_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterat
     for role in Role:
         if not publishes(settings, role):
             continue
-        if (ranks := settings.role(role.value).data_parallel_size or 1) > 1:
-            yield (
-                f"router: policy {POLICY} with {ranks} data-parallel ranks in a {role} engine: kvrelay up sets events "
-                "up for one; start the engines yourself, or choose another policy for them"
-            )
         for table in ("engine", role.value):
             if any(argument.partition("=")[0] == CONFIG_FLAG for argument in getattr(settings, table).args):
                 path = f"{table}.args"

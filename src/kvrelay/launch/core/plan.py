@@ -262,7 +262,7 @@ class _Planner:
         argv += settings.router.surviving
         for engine in engines:
             if kv_events.publishes(settings, engine.role):
-                argv += kv_events.router_arguments(self._facts.run_dir, engine.name)
+                argv += kv_events.router_arguments(self._facts.run_dir, engine.name, len(engine.connectors))
         if settings.router.token_ids != TokenIds.ENGINE:
             argv += ["--token-ids", settings.router.token_ids]
         if settings.router.pool_index:
