@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrelay.errors import DeadlineError, PoolUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 
@@ -87,6 +87,29 @@ class Bridge:
         except TimeoutError:
             given_up = True
             raise DeadlineError(f"{self._who} was busy for {self._timeout_s:g} s: ask again") from None
+
+    async def wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine of ``work`` in the working loop, which may wait there; what it returned or raised.
+
+        Raises:
+            PoolUnavailableError: too many calls are under way, or there is no loop any more.
+            DeadlineError: it did not come to its end in time.
+        """
+        self._enter()
+        coroutine = work()
+        try:
+            running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            self._leave()
+            raise PoolUnavailableError(f"{self._who} has stopped") from None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(running)
+        except TimeoutError:
+            raise DeadlineError(f"{self._who} was busy for {self._timeout_s:g} s: ask again") from None
+        finally:
+            self._leave()
 
     def _queue(self, run: Callable[[], None]) -> None:
         self._due.append(run)

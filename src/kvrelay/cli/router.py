@@ -26,6 +26,7 @@ from kvrelay.cli.status import exit_status
 from kvrelay.errors import ConfigError
 from kvrelay.hosts import in_address
 from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.admin.serving import bind, told_of
 from kvrelay.router.config import RouterConfig, RouterSettings
 from kvrelay.router.entrance.settings import exposed_without
 from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import Any
 
+    from kvrelay.admin.server import AdminServer
     from kvrelay.router.pool_link import TicketClient
     from kvrelay.router.workers import Seat
 
@@ -181,20 +183,21 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level.upper(), format=_LOG_FORMAT)
     openfiles.raise_limit(logger)
     again = None if args.config is None else read_config
-    stopped_by = _run(config, again, None) if config.workers == 1 else _run_workers(config, again)
+    server = None if config.admin is None else bind(config.admin)
+    stopped_by = _run(config, again, None, server) if config.workers == 1 else _run_workers(config, again, server)
     return 128 + signal.SIGINT if stopped_by == signal.SIGINT else 0
 
 
-def _run(config: RouterConfig, again: ReadConfig | None, seat: Seat | None) -> int:
+def _run(config: RouterConfig, again: ReadConfig | None, seat: Seat | None, admin: AdminServer | None) -> int:
     """Serve in this process; ``again`` reads the configuration once more. The signal that stopped it."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, again, seat))
+        return runner.run(_serve(config, again, seat, admin))
 
 
-def _run_workers(config: RouterConfig, again: ReadConfig | None) -> int:
-    """Serve in several processes. The signal that stopped them."""
+def _run_workers(config: RouterConfig, again: ReadConfig | None, admin: AdminServer | None) -> int:
+    """Serve in several processes, the first of them the admin API too. The signal that stopped them."""
     import kvrelay.router.service  # noqa: F401  loaded once, before there are several of us
     from kvrelay.router.listening import listening_problem
     from kvrelay.router.reloading import as_it_is_now
@@ -203,34 +206,42 @@ def _run_workers(config: RouterConfig, again: ReadConfig | None) -> int:
     def work(seat: Seat) -> int:
         for handler in logging.getLogger().handlers:
             handler.setFormatter(logging.Formatter(_LOG_FORMAT.replace(":", f" [worker {seat.number}]:", 1)))
+        if admin is not None and seat.number:
+            admin.stop()
         return exit_status(lambda: serve(seat))
 
     def serve(seat: Seat) -> int:
-        _run(as_it_is_now(config, again), again, seat)
+        _run(as_it_is_now(config, again), again, seat, None if seat.number else admin)
         return 0
 
     try:
         workers = Workers(config.workers, config.host, config.port, work)
     except OSError as error:
         raise ConfigError(listening_problem(config.host, config.port, error)) from None
-    return workers.run(lambda: _announce(config, workers.port))
+    try:
+        return workers.run(lambda: _announce(config, workers.port, told_of(admin)))
+    finally:
+        if admin is not None:
+            admin.stop()
 
 
-async def _serve(config: RouterConfig, read_config: ReadConfig | None, seat: Seat | None) -> int:
+async def _serve(
+    config: RouterConfig, read_config: ReadConfig | None, seat: Seat | None, server: AdminServer | None
+) -> int:
     from kvrelay.router.admin.serving import Serving
     from kvrelay.router.service import RouterService
 
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stopped)
     service = RouterService(config, _pool_connector(config, seat), seat=seat)
-    admin = Serving(config.admin, service, read_config)
+    admin = Serving(config.admin, service, read_config, server)
     await service.start()
     admin.start()
     _calm_collector()
     _keep_memory()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, admin.on_hangup)
     if seat is None:
-        _announce(config, service.port, admin.told)
+        _announce(config, service.port, told_of(server))
     else:
         seat.ready()
     number = await stopped

@@ -1,4 +1,4 @@
-"""Workers of one router ask each other: for metrics, and for hand-overs another one has the record of.
+"""Workers of one router ask each other: for metrics, for hand-overs another one has the record of, for how it stands.
 
 Each listens on an abstract UNIX socket: a name that is gone with whoever listens, however they end. Everybody on the
 host can see it, and connect; so both sides look who the other is, and a question shows a secret that only workers of
@@ -53,12 +53,16 @@ class Party(Struct, frozen=True):
 
 
 class Question(Struct, frozen=True):
-    """``metrics``: your snapshot. ``handover``: your record of ``name``. ``remembered``: what ``worker`` last said."""
+    """``metrics``: your snapshot. ``handover``: your record of ``name``. ``remembered``: what ``worker`` last said.
 
-    what: Literal["metrics", "handover", "remembered"]
+    Of engines: ``standing``: how you stand. ``stand``: go over to ``standing``. ``duties``: what you have to do where.
+    """
+
+    what: Literal["metrics", "handover", "remembered", "standing", "stand", "duties"]
     secret: bytes = b""
     name: str = ""
     worker: int = 0
+    standing: bytes = b""
 
 
 _QUESTION = msgspec.msgpack.Decoder(Question).decode
@@ -111,13 +115,26 @@ class Colleagues:
         """The record of a hand-over, from whoever has it."""
         return next((said for said in await self._ask(Question("handover", name=handover)) if said), None)
 
+    async def ask_standing(self) -> list[bytes | None]:
+        """How the others stand."""
+        return await self._ask(Question("standing"))
+
+    async def tell_standing(self, standing: bytes) -> list[tuple[int, bytes | None]]:
+        """Have the others go over to a standing; who said what."""
+        return list(zip(self._others, await self._ask(Question("stand", standing=standing)), strict=True))
+
+    async def ask_duties(self) -> list[bytes | None]:
+        """What the others have to do at their engines."""
+        return await self._ask(Question("duties"))
+
     # --- asking and being asked ---
 
-    async def _ask(self, question: Question) -> list[bytes]:
+    async def _ask(self, question: Question) -> list[bytes | None]:
+        """What each of the others says: empty if it does not in time, None where nobody is."""
         message = _ENCODE(replace(question, secret=self._party.secret))
         return await asyncio.gather(*(self._ask_one(other, message) for other in self._others))
 
-    async def _ask_one(self, other: int, question: bytes) -> bytes:
+    async def _ask_one(self, other: int, question: bytes) -> bytes | None:
         writer, address = None, self._party.address(other)
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
@@ -131,6 +148,8 @@ class Colleagues:
                 writer.write(question)
                 writer.write_eof()
                 return await reader.read()
+        except ConnectionRefusedError:
+            return None
         except (OSError, TimeoutError) as error:
             logger.debug("worker %d does not answer: %s", other, error)
             return b""

@@ -130,11 +130,6 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     problems += _count_problems(settings)
     problems += settings.resilience.problems()
     admin = _admin(settings.admin, problems)
-    if admin is not None and settings.workers > 1:
-        problems.append(
-            f"--admin-port reaches one worker, and --workers is {settings.workers}: leave it out, and change engines "
-            "by --config and SIGHUP, which all workers hear of"
-        )
     problems += _choice_problems(settings)
     problems += _need_problems(settings)
     problems += _observing_problems(settings.observing)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from kvrelay.errors import ConflictError
 from kvrelay.router.core.fleet import Role
+from kvrelay.router.core.standing import Member
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from kvrelay.router.core.fleet import Address, Engine, KvEndpoint
     from kvrelay.router.core.roster import Plan, Roster
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 CUT_OFF_S = 5.0
 """For requests that were cut off to let go."""
+
+
+async def _nobody_else(engine: str, by: float) -> None:
+    """Where there is one worker."""
 
 
 class Changes(Struct, frozen=True):
@@ -41,15 +47,26 @@ class Changes(Struct, frozen=True):
 class FleetKeeper:
     """Runs in the router's loop; every method but `close` returns at once."""
 
-    def __init__(self, roster: Roster, engines: Engines, changed: Callable[[], None]) -> None:
-        """``changed`` is called after every change of who there is."""
+    def __init__(
+        self,
+        roster: Roster,
+        engines: Engines,
+        changed: Callable[[], None],
+        left: Callable[[str, float], Awaitable[None]] = _nobody_else,
+    ) -> None:
+        """``changed`` is called after every change.
+
+        ``left``: waits until nobody else needs an engine that leaves, by a time on the host's monotonic clock at most.
+        """
         self._roster = roster
         self._engines = engines
         self._changed = changed
         self._configured_events: Mapping[Address, Sequence[KvEndpoint]] = {
             engine.address: engine.kv_events for engine in roster.engines
         }
+        self._left = left
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._leave_by: dict[str, float] = {}
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -83,6 +100,7 @@ class FleetKeeper:
         engine = self._roster.find(name)
         self._roster.drain(engine)
         logger.info("%s drains", name)
+        self._changed()
         return engine
 
     def resume(self, name: str) -> Engine:
@@ -90,8 +108,10 @@ class FleetKeeper:
         engine = self._roster.find(name)
         if (task := self._leaving.pop(name, None)) is not None:
             task.cancel()
+        self._leave_by.pop(name, None)
         self._roster.resume(engine)
         logger.info("%s takes requests again", name)
+        self._changed()
         return engine
 
     def set_role(self, name: str, role: Role) -> Engine:
@@ -123,7 +143,9 @@ class FleetKeeper:
         self._roster.leave(engine)
         if (task := self._leaving.pop(name, None)) is not None:
             task.cancel()
+        self._leave_by[name] = time.monotonic() + timeout_s
         self._leaving[name] = asyncio.create_task(self._leave(engine, timeout_s))
+        self._changed()
         return engine
 
     def plan(self, wanted: Mapping[Address, Role], kv_events: Mapping[Address, Sequence[KvEndpoint]]) -> Plan:
@@ -159,6 +181,93 @@ class FleetKeeper:
             [engine.name for engine in plan.remove],
         )
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Everybody, as another worker is told of them."""
+        return tuple(
+            Member(
+                engine.name, engine.role, engine.address, engine.kv_events, engine.configured, engine.draining,
+                self._leave_by.get(engine.name),
+            )
+            for engine in self._roster.engines
+        )  # fmt: skip
+
+    @property
+    def numbers(self) -> dict[Role, int]:
+        """See `Roster.numbers`."""
+        return self._roster.numbers
+
+    def adopt(
+        self,
+        members: Sequence[Member],
+        numbers: Mapping[Role, int],
+        kv_events: Mapping[Address, Sequence[KvEndpoint]],
+        timeout_s: float,
+    ) -> None:
+        """Go over to another worker's fleet. ``kv_events``: as of the configuration.
+
+        ``timeout_s``: what requests on engines that are not there any more are given. May be repeated.
+
+        Raises:
+            ConflictError: an engine that has to leave first is still here.
+        """
+        self._configured_events = kv_events
+        staying = {member.name: member for member in members if member.leave_by is None}
+        for engine in self._roster.engines:
+            if (member := staying.get(engine.name)) is not None and engine.kv_events != member.kv_events:
+                engine.kv_events = ()
+        problem = self._let_in(staying.values())
+        for member in sorted(staying.values(), key=lambda member: member.role is Role.PREFILL):
+            self._take_up(member)
+        for member in members:
+            self._rest(member)
+        names = {member.name for member in members}
+        for engine in self._roster.engines:
+            if engine.name not in names and not engine.leaving:
+                self.remove(engine.name, timeout_s)
+        self._roster.numbers = dict(numbers)
+        self._settle()
+        if problem is not None:
+            raise problem
+
+    def _take_up(self, member: Member) -> None:
+        """An engine that stays has the other worker's role for it, and takes requests, if it does there."""
+        there = self._known(member.name)
+        if there is None:
+            return
+        if there.leaving or (there.draining and not member.draining):
+            self.resume(member.name)
+        moved = self.set_role(member.name, member.role)
+        moved.configured, moved.kv_events = member.configured, member.kv_events
+
+    def _rest(self, member: Member) -> None:
+        """An engine takes no requests, or leaves, if it does not there."""
+        there = self._known(member.name)
+        if there is None:
+            return
+        if member.leave_by is not None and member.leave_by != self._leave_by.get(member.name):
+            self.remove(member.name, max(0.0, member.leave_by - time.monotonic()))
+            self._leave_by[member.name] = member.leave_by
+        elif member.draining and not there.draining:
+            self.drain(member.name)
+
+    def _let_in(self, members: Iterable[Member]) -> ConflictError | None:
+        """Those that are not here yet, unless another has to leave first."""
+        problem = None
+        for member in members:
+            if self._known(member.name) is None:
+                try:
+                    self.add(
+                        member.role, member.address, member.name, configured=member.configured,
+                        kv_events=member.kv_events,
+                    )  # fmt: skip
+                except ConflictError as error:
+                    problem = error
+        return problem
+
+    def _known(self, name: str) -> Engine | None:
+        return next((engine for engine in self._roster.engines if engine.name == name), None)
+
     async def close(self) -> None:
         """Wait for nobody any longer."""
         tasks = list(self._leaving.values())
@@ -176,7 +285,8 @@ class FleetKeeper:
             )  # fmt: skip
             self._engines.cut_off(engine)
             await self._engines.idle(engine, CUT_OFF_S)
-        del self._leaving[engine.name]
+        await self._left(engine.name, self._leave_by[engine.name] + 2 * CUT_OFF_S)
+        del self._leaving[engine.name], self._leave_by[engine.name]
         self._roster.remove(engine)
         self._engines.leave(engine)
         logger.info("%s has left: %s", engine.name, engine.address.url)

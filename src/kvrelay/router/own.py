@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvrelay.router.census import Census
     from kvrelay.router.colleagues import Colleagues, Question
+    from kvrelay.router.concert import Concert
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.records import Record, RecordBook
     from kvrelay.router.engines import Engines
@@ -41,12 +42,14 @@ class OwnPages:
         *,
         colocated_fallback: bool = False,
         colleagues: Colleagues | None = None,
+        concert: Concert | None = None,
     ) -> None:
         """Reads what the others keep. ``colocated_fallback``: whether prefill engines can answer alone.
 
-        ``colleagues``: the other workers of this router, if there are several.
+        ``colleagues``: the other workers of this router, if there are several; ``concert``: this one's part with them.
         """
         self._colleagues = colleagues
+        self._concert = concert
         self._able = frozenset(Role) if colocated_fallback else frozenset({Role.DECODE})
         self._engines = engines
         self._desk = desk
@@ -90,19 +93,16 @@ class OwnPages:
         }
         reply.answer(200 if able and not self.draining else 503, msgspec.json.encode(view))
 
-    def text(self) -> bytes:
-        """Prometheus text, of this worker."""
+    async def text(self) -> bytes:
+        """Prometheus text, of all workers together."""
         self._refresh()
-        return self._metrics.render()
+        if self._colleagues is None:
+            return self._metrics.render()
+        return render(await self._colleagues.gather(self._metrics.snapshot()))
 
     async def metrics(self, reply: Reply) -> None:
         """Prometheus text, of all workers together."""
-        if self._colleagues is None:
-            text = self.text()
-        else:
-            self._refresh()
-            text = render(await self._colleagues.gather(self._metrics.snapshot()))
-        reply.answer(200, text, CONTENT_TYPE)
+        reply.answer(200, await self.text(), CONTENT_TYPE)
 
     async def handover(self, request: Request, reply: Reply) -> None:
         """One hand-over's record. Waits a moment for proofs that are on their way."""
@@ -127,6 +127,12 @@ class OwnPages:
         if question.what == "handover":
             record = self._book.find(question.name)
             return b"" if record is None else await self._view(record)
+        if self._concert is not None and question.what == "standing":
+            return self._concert.standing()
+        if self._concert is not None and question.what == "stand":
+            return self._concert.told(question.standing)
+        if self._concert is not None and question.what == "duties":
+            return self._concert.duties()
         assert self._colleagues is not None
         self._refresh()
         return msgspec.msgpack.encode(self._colleagues.with_before(self._metrics.snapshot()))

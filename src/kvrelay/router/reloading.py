@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvrelay.errors import ConfigError
+from kvrelay.router.core.standing import Live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,10 +16,7 @@ if TYPE_CHECKING:
     from kvrelay.router.config import RouterConfig
     from kvrelay.router.fleet_keeper import Changes
 
-LIVE = frozenset({
-    "prefills", "decodes", "kv_events", "prefill_timeout_s", "handover_timeout_s", "decode_timeout_s",
-    "drain_timeout_s", "on_lost_kv", "max_reprefills", "resilience",
-})  # fmt: skip
+LIVE = frozenset(Live.__struct_fields__)
 """What can change while the router runs."""
 
 
@@ -40,6 +38,18 @@ def fixed_problems(old: RouterConfig, new: RouterConfig) -> Iterator[str]:
     for name in changed(old, new):
         if name not in LIVE:
             yield f"{name} cannot change while the router runs: leave it as it was, or restart the router"
+
+
+def live_of(config: RouterConfig) -> Live:
+    """The settings that can change, to be told to other workers."""
+    values = {name: getattr(config, name) for name in LIVE}
+    return Live(**{**values, "kv_events": tuple(config.kv_events.items())})
+
+
+def with_live(config: RouterConfig, live: Live) -> RouterConfig:
+    """A configuration with another worker's settings."""
+    values = {name: getattr(live, name) for name in LIVE}
+    return replace(config, **{**values, "kv_events": dict(live.kv_events)})
 
 
 def as_it_is_now(config: RouterConfig, read: Callable[[], RouterConfig] | None) -> RouterConfig:

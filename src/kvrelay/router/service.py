@@ -11,6 +11,7 @@ from kvrelay.errors import BadRequestError, ConfigError, ConflictError
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.census import Census
 from kvrelay.router.colleagues import Colleagues
+from kvrelay.router.concert import Concert
 from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role, make_engines
 from kvrelay.router.core.health import HealthSettings
@@ -19,6 +20,7 @@ from kvrelay.router.core.observing.forwarding import rules_of
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
 from kvrelay.router.core.roster import Roster, wanted
+from kvrelay.router.core.standing import Duty, Standing, duty_of
 from kvrelay.router.core.wishes import read_time_limit
 from kvrelay.router.engine_tls import EngineTls
 from kvrelay.router.engines import Engines
@@ -40,7 +42,7 @@ from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
 from kvrelay.router.probing import Prober
 from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
-from kvrelay.router.reloading import Applied, changed, fixed_problems
+from kvrelay.router.reloading import Applied, changed, fixed_problems, live_of, with_live
 from kvrelay.router.routing import Routing
 from kvrelay.router.tickets import TicketDesk
 from kvrelay.router.time_limit import within
@@ -94,7 +96,9 @@ class RouterService:
         self._prober = Prober(engines, resilience.probe_interval_s)
         hands_over = PROFILES[config.connector].hands_over
         roster = Roster(engines.all, settings, prefills=hands_over, listens=self.kv is not None)
-        self.fleet = FleetKeeper(roster, engines, self._fleet_changed)
+        colleagues = None if seat is None else Colleagues(seat.party, seat.number, seat.count)
+        self.concert = Concert(colleagues, self._stand, self._adopt, self._duties)
+        self.fleet = FleetKeeper(roster, engines, self._fleet_changed, self.concert.left)
         self._engine_names = {engine.name for engine in engines.all}
         self._desk = None
         census = Census(self._engine_names, metrics)
@@ -136,7 +140,7 @@ class RouterService:
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
         self._own = OwnPages(
             engines, self._desk, book, metrics, census, colocated_fallback=config.routing.colocated_fallback,
-            colleagues=None if seat is None else Colleagues(seat.party, seat.number, seat.count),
+            colleagues=colleagues, concert=self.concert,
         )  # fmt: skip
         self._connections = Registry()
         self._names = Names()
@@ -170,17 +174,19 @@ class RouterService:
         if self._sockets:
             await self._read_keys_anew()
         try:
-            await self._listen(loop)
-        except OSError as error:
-            await self._observer.close()
-            raise ConfigError(listening_problem(host, port, error)) from None
-        try:
             await self._own.start()
+            await self.concert.begin()
+            try:
+                await self._listen(loop)
+            except OSError as error:
+                raise ConfigError(listening_problem(host, port, error)) from None
             if self._desk is not None:
                 await self._desk.start()
         except BaseException:
             for server in self._servers:
                 server.close()
+            await self.concert.close()
+            await self._own.close()
             await self._observer.close()
             raise
         self._prober.watch(self.engines.all)
@@ -202,9 +208,9 @@ class RouterService:
         """What requests in flight are given when an engine, or the router, goes."""
         return self._config.drain_timeout_s
 
-    def render_metrics(self) -> bytes:
-        """Prometheus text."""
-        return self._own.text()
+    async def render_metrics(self) -> bytes:
+        """Prometheus text, of all workers together."""
+        return await self._own.text()
 
     def apply(self, config: RouterConfig) -> Applied:
         """Go over to a new configuration: all of it, or nothing.
@@ -221,6 +227,13 @@ class RouterService:
             raise ConfigError(*problems)
         fleet = self.fleet.apply(plan, config.drain_timeout_s, config.kv_events)
         applied = Applied(fleet, changed(self._config, config))
+        self._go_over(config)
+        self.concert.changed()
+        logger.info("a new configuration: %s", applied)
+        return applied
+
+    def _go_over(self, config: RouterConfig) -> None:
+        """What may change, the fleet aside, is as in ``config`` from now on."""
         self._config, self._resilience = config, config.resilience
         self._disaggregator.timeouts, self._disaggregator.lost_kv = _timeouts(config), _lost_kv(config)
         self._passthrough.silence_s = config.decode_timeout_s
@@ -228,8 +241,19 @@ class RouterService:
             self._desk.deadline_s = config.handover_timeout_s
         self.engines.budget.change(config.resilience.budget, self.engines.now)
         self._prober.watch(self.engines.all, config.resilience.probe_interval_s)
-        logger.info("a new configuration: %s", applied)
-        return applied
+
+    def _stand(self, version: int) -> Standing:
+        return Standing(
+            version=version, members=self.fleet.members, numbers=self.fleet.numbers, live=live_of(self._config)
+        )
+
+    def _adopt(self, standing: Standing) -> None:
+        config = with_live(self._config, standing.live)
+        self._go_over(config)
+        self.fleet.adopt(standing.members, standing.numbers, config.kv_events, config.drain_timeout_s)
+
+    def _duties(self) -> dict[str, Duty]:
+        return {engine.name: duty_of(engine, self.engines.now) for engine in self.engines.all}
 
     def _fleet_changed(self) -> None:
         everybody = self.engines.all
@@ -239,6 +263,7 @@ class RouterService:
         self._own.forget_all_but(everybody)
         if self.kv is not None:
             self.kv.listen_to(publishers_of(everybody))
+        self.concert.changed()
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         def connection() -> Connection:
@@ -304,6 +329,7 @@ class RouterService:
             await self.kv.close()
         if self._desk is not None:
             await self._desk.close()
+        await self.concert.close()
         await self._own.close()
         self._catalogue.close()
         await self._prober.close()

@@ -21,7 +21,7 @@ from kvrelay.router.colleagues import Party
 from kvrelay.router.core.supervision import Supervision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvrelay.router.core.supervision import Slot
 
@@ -67,6 +67,8 @@ class Workers:
         self._party = Party.new()
         self._pipes: dict[int, tuple[Slot, int]] = {}
         """Where each worker, by its process id, tells that it serves."""
+        self._owed: set[int] = set()
+        """Places of workers that are to be told SIGHUP once they serve: before, it would end them."""
         self._status = 0
         self._stopped_by = 0
 
@@ -149,6 +151,9 @@ class Workers:
             if os.read(descriptor, 1):
                 if slot.pid == pid:
                     self._supervision.came_up(slot)
+                    if slot.number in self._owed:
+                        self._owed.discard(slot.number)
+                        self._tell(signal.SIGHUP, [pid])
             else:
                 os.close(descriptor)
                 del self._pipes[descriptor]
@@ -176,15 +181,17 @@ class Workers:
     def _react(self, numbers: bytes) -> None:
         for number in numbers:
             if number == signal.SIGHUP:
-                self._tell(signal.SIGHUP)
+                self._owed |= {slot.number for slot in self._supervision.slots if not slot.ready}
+                self._tell(signal.SIGHUP, [slot.pid for slot in self._supervision.slots if slot.ready])
             elif number in {signal.SIGTERM, signal.SIGINT}:
                 self._stopped_by = self._stopped_by or number
                 self._supervision.stop()
                 self._close_sockets()  # what a worker no longer listens on, nobody does
                 self._tell(signal.SIGTERM)
 
-    def _tell(self, number: int) -> None:
-        for pid in self._supervision.pids:
+    def _tell(self, number: int, pids: Iterable[int] | None = None) -> None:
+        """All workers, or those."""
+        for pid in self._supervision.pids if pids is None else pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 

@@ -15,16 +15,18 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.admin import models
 from kvrelay.router.core.fleet import Role, parse_address
 from kvrelay.router.core.kv.settings import parse_endpoints
+from kvrelay.router.core.standing import together
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastapi import FastAPI
 
     from kvrelay.admin.bridge import Bridge
     from kvrelay.router.config import RouterConfig
     from kvrelay.router.core.fleet import Engine
+    from kvrelay.router.core.standing import Duty
     from kvrelay.router.service import RouterService
 
 
@@ -57,18 +59,20 @@ def _looking(service: RouterService, bridge: Bridge) -> APIRouter:
     @router.get("/engines")
     async def engines() -> models.Engines:
         """Everybody, in the order in which they joined."""
-        views = await bridge.call(lambda: [_view(service, engine) for engine in service.fleet.engines])
+        duties = await bridge.wait(service.concert.whereabouts)
+        views = await bridge.call(lambda: [_view(engine, duties) for engine in service.fleet.engines])
         return models.Engines(engines=views)
 
     @router.get("/engines/{name}")
     async def engine(name: str) -> models.EngineView:
         """One of them; 404 once it has left."""
-        return await bridge.call(lambda: _view(service, service.fleet.find(name)))
+        duties = await bridge.wait(service.concert.whereabouts)
+        return await bridge.call(lambda: _view(service.fleet.find(name), duties))
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def scrape() -> Response:
         """As the router's own /metrics."""
-        return Response(await bridge.call(service.render_metrics), media_type=CONTENT_TYPE_LATEST)
+        return Response(await bridge.wait(service.render_metrics), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
@@ -77,14 +81,19 @@ def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], 
     router = APIRouter(tags=["managing"])
     fleet = service.fleet
 
+    async def change(work: Callable[[], Engine]) -> models.EngineView:
+        """Done by this worker, then by all others."""
+        engine = await bridge.call(work)
+        await bridge.wait(service.concert.settled)
+        duties = await bridge.wait(service.concert.whereabouts)
+        return await bridge.call(lambda: _view(engine, duties))
+
     @router.post("/engines", status_code=201)
     async def add(new: models.NewEngine) -> models.EngineView:
         """Let an engine join: it is asked from now on."""
         address = parse_address(new.url)
         kv_events = None if new.kv_events is None else parse_endpoints(new.kv_events)
-        return await bridge.call(
-            lambda: _view(service, fleet.add(Role(new.role), address, new.name, kv_events=kv_events))
-        )
+        return await change(lambda: fleet.add(Role(new.role), address, new.name, kv_events=kv_events))
 
     @router.delete("/engines/{name}", status_code=202)
     async def remove(
@@ -96,28 +105,28 @@ def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], 
     ) -> models.EngineView:
         """Let an engine go once nobody needs it: its requests are over, and what it prefilled has been taken."""
         given_s = service.drain_timeout_s if timeout_s is None else timeout_s
-        return await bridge.call(lambda: _view(service, fleet.remove(name, given_s)))
+        return await change(lambda: fleet.remove(name, given_s))
 
     @router.post("/engines/{name}/drain")
     async def drain(name: str) -> models.EngineView:
         """Send an engine no new requests."""
-        return await bridge.call(lambda: _view(service, fleet.drain(name)))
+        return await change(lambda: fleet.drain(name))
 
     @router.delete("/engines/{name}/drain")
     async def resume(name: str) -> models.EngineView:
         """Send it requests again; one that is about to leave stays."""
-        return await bridge.call(lambda: _view(service, fleet.resume(name)))
+        return await change(lambda: fleet.resume(name))
 
     @router.put("/engines/{name}/role")
     async def set_role(name: str, new: models.NewRole) -> models.EngineView:
         """Ask an engine for the other thing from now on; what is under way ends as it began."""
-        return await bridge.call(lambda: _view(service, fleet.set_role(name, Role(new.role))))
+        return await change(lambda: fleet.set_role(name, Role(new.role)))
 
     @router.put("/engines/{name}/kv-events")
     async def set_kv_events(name: str, new: models.KvEvents) -> models.EngineView:
         """Listen to what an engine publishes there, and nowhere else; what was heard elsewhere is forgotten."""
         kv_events = parse_endpoints(new.kv_events)
-        return await bridge.call(lambda: _view(service, fleet.set_kv_events(name, kv_events)))
+        return await change(lambda: fleet.set_kv_events(name, kv_events))
 
     @router.post("/reload")
     async def reload() -> models.Reloaded:
@@ -126,6 +135,7 @@ def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], 
             raise ConfigError("the router was started without --config: there is nothing to read again")
         config = await asyncio.to_thread(read_config)
         applied = await bridge.call(lambda: service.apply(config))
+        await bridge.wait(service.concert.settled)
         fleet = applied.fleet
         return models.Reloaded(
             added=fleet.added, kept=fleet.kept, moved=fleet.moved, leaving=fleet.leaving, settings=applied.settings
@@ -134,17 +144,19 @@ def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], 
     return router
 
 
-def _view(service: RouterService, engine: Engine) -> models.EngineView:
+def _view(engine: Engine, duties: Sequence[Mapping[str, Duty]]) -> models.EngineView:
+    """``duties``: each worker's; an engine that has left since is shown as nobody needs it."""
+    duty = together(known[engine.name] for known in duties if engine.name in known)
     return models.EngineView(
         name=engine.name,
         role=engine.role.value,
         url=engine.address.url,
         state="leaving" if engine.leaving else "draining" if engine.draining else "serving",
-        resting=engine.health.is_resting(service.engines.now),
-        down=engine.health.down,
-        failures=engine.health.failures,
-        in_flight=engine.load.in_flight,
-        handovers=engine.load.handovers,
+        resting=duty.resting,
+        down=duty.down,
+        failures=duty.failures,
+        in_flight=duty.in_flight,
+        handovers=duty.handovers,
         configured=engine.configured,
         kv_events=[str(where) for where in engine.kv_events],
     )

@@ -23,25 +23,20 @@ class Serving:
     """Made, started and stopped in the router's process; `stop` blocks."""
 
     def __init__(
-        self, admin: Admin | None, service: RouterService, read_config: Callable[[], RouterConfig] | None
+        self,
+        admin: Admin | None,
+        service: RouterService,
+        read_config: Callable[[], RouterConfig] | None,
+        server: AdminServer | None = None,
     ) -> None:
-        """Bind, if there is to be an API. ``read_config``: reads flags and file again; None without a file.
-
-        Raises:
-            ConfigError: the address cannot be used, or a package is missing.
-        """
+        """``server``: bound already, if there is to be an API; ``read_config``: reads flags and file again, if any."""
         self._admin = admin
         self._service = service
         self._read_config = read_config
-        self._server = None if admin is None else _bind(admin)
+        self._server = server
         self._reloads: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         """Whose it is reads: what was read last is to be what counts."""
-
-    @property
-    def told(self) -> str:
-        """Where the API is, for people."""
-        return "" if self._server is None else f", admin {self._server.url}"
 
     def start(self) -> None:
         """Serve, and hand over to the running event loop."""
@@ -77,7 +72,7 @@ class Serving:
                 logger.error("SIGHUP: what this file held stays in use: %s", problem)  # noqa: TRY400 - said in full
         else:
             logger.info("SIGHUP: keys and certificates have been read again")
-        if self._read_config is None:
+        if self._read_config is None or not self._service.concert.leads:
             return
         try:
             self._service.apply(await asyncio.to_thread(self._read_config))
@@ -88,7 +83,12 @@ class Serving:
             logger.error("the new configuration is refused, and nothing changes: %s", error)  # noqa: TRY400
 
 
-def _bind(admin: Admin) -> AdminServer:
+def bind(admin: Admin) -> AdminServer:
+    """Where the API will be served.
+
+    Raises:
+        ConfigError: the address cannot be used, or a package is missing.
+    """
     try:
         import fastapi  # noqa: F401 - the app needs it
         import uvicorn  # noqa: F401
@@ -99,3 +99,8 @@ def _bind(admin: Admin) -> AdminServer:
             f"--admin-port needs the package {error.name}: pip install 'kvrelay[admin]', or leave it out"
         ) from None
     return AdminServer(admin.listen, flag="--admin-port", who="router")
+
+
+def told_of(server: AdminServer | None) -> str:
+    """Where the API is, for people."""
+    return "" if server is None else f", admin {server.url}"

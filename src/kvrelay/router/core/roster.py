@@ -51,6 +51,15 @@ class Roster:
         self._numbers = {role: sum(engine.role is role for engine in engines) for role in Role}
 
     @property
+    def numbers(self) -> dict[Role, int]:
+        """Of each role's next engine."""
+        return dict(self._numbers)
+
+    @numbers.setter
+    def numbers(self, numbers: Mapping[Role, int]) -> None:
+        self._numbers.update(numbers)
+
+    @property
     def engines(self) -> tuple[Engine, ...]:
         """Everybody, draining ones too."""
         return tuple(self._engines)

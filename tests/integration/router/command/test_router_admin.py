@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from kvrelay.testing.router_processes import WAIT_S
+from kvrelay.testing.router_processes import WAIT_S, children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,12 +27,22 @@ if TYPE_CHECKING:
 class Stack:
     """A router by a configuration file in front of three fake engines, of which it is told two."""
 
-    def __init__(self, processes: Processes, folder: Path) -> None:
+    def __init__(self, processes: Processes, folder: Path, *more: str) -> None:
         self.engines = processes.engines(3)
         self.file, token = folder / "router.toml", folder / "token"
         token.write_text("sesame\n")
         self.configure([self.engines[0]], [self.engines[1]])
-        flags = ["--config", str(self.file), "--port", "0", "--admin-port", "0", "--admin-token-file", str(token)]
+        flags = [
+            "--config",
+            str(self.file),
+            "--port",
+            "0",
+            "--admin-port",
+            "0",
+            "--admin-token-file",
+            str(token),
+            *more,
+        ]
         self.router, line = processes.start("kvrelay", "router", "serve", *flags)
         found = re.search(r"ready: (http://\S+) .*, admin (http://\S+)", line)
         assert found is not None, self.router.communicate(timeout=WAIT_S)
@@ -206,3 +217,42 @@ def wait_for_another_child(parent: int, before: list[str]) -> None:
     while set(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()) <= set(before):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_with_several_workers_every_one_of_them_goes_over_and_so_does_who_takes_a_killed_ones_place(
+    processes: Processes, tmp_path: Path
+) -> None:
+    stack = Stack(processes, tmp_path, "--workers", "3")
+
+    def everywhere() -> set[tuple[str, ...]]:
+        """The engines of whoever answers, each time over another connection: of three workers some forty ask all."""
+        return {
+            tuple(view["name"] for view in httpx.get(f"{stack.url}/health", timeout=WAIT_S).json()["engines"])
+            for _ in range(40)
+        }
+
+    def replaced(victim: int) -> bool:
+        return victim not in (workers := children(stack.router)) and len(workers) == 3
+
+    with stack.client:
+        added = stack.run("engines", "add", "decode", stack.engines[2])
+        assert added.stdout.split()[0] == "D1", added.stderr
+        assert everywhere() == {("P0", "D0", "D1")}
+        for victim in sorted(children(stack.router))[:2]:  # the first worker is one of them
+            os.kill(victim, signal.SIGKILL)
+            stack.until(partial(replaced, victim))
+            stack.until(lambda: everywhere() == {("P0", "D0", "D1")})
+        stack.until(lambda: stack.run("engines", "rm", "D0", "--timeout", "5", "--wait", "30").stdout != "")
+        stack.until(lambda: everywhere() == {("P0", "D1")})
+        for _ in range(12):
+            assert stack.ask().headers["x-kvrelay-decode"] == "D1"
+        ok = 'kvrelay_router_requests_total{endpoint="/v1/completions",outcome="ok"} 12.0'
+        stack.until(lambda: ok in stack.client.get("/metrics").text.splitlines())
+        stack.configure([stack.engines[0]], [stack.engines[1], stack.engines[2]])
+        stack.router.send_signal(signal.SIGHUP)
+        stack.until(lambda: everywhere() == {("P0", "D1", "D2")})
+        stack.configure([stack.engines[0]], [stack.engines[1]])
+        assert "leaving: D1" in stack.run("reload").stdout
+        stack.until(lambda: everywhere() == {("P0", "D2")})
+        stack.router.send_signal(signal.SIGTERM)
+        assert stack.router.wait(WAIT_S) == 0

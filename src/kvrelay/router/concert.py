@@ -1,0 +1,159 @@
+"""Several workers with one fleet and the same settings: the first worker's, which the others go over to.
+
+The first one tells the others whenever something changes; whoever does not hear it is told again until it does. What
+the others know of an engine counts where it is to leave: its process may be stopped once no worker needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvrelay.errors import DeadlineError, KvRelayError
+from kvrelay.router.core.standing import Duty, Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvrelay.router.colleagues import Colleagues
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 0.5
+"""Between two attempts to tell a worker, or to find out whether it still needs an engine."""
+_STANDING = msgspec.msgpack.Decoder(Standing).decode
+_DUTIES = msgspec.msgpack.Decoder(dict[str, Duty]).decode
+_DONE = b"done"
+
+
+class Concert:
+    """One worker's part in it."""
+
+    def __init__(
+        self,
+        colleagues: Colleagues | None,
+        stand: Callable[[int], Standing],
+        adopt: Callable[[Standing], None],
+        duties: Callable[[], dict[str, Duty]],
+    ) -> None:
+        """``colleagues``: None for a router of one process.
+
+        ``stand``: how this worker stands, under a version; ``adopt``: go over to how another one does; ``duties``: what
+        this worker knows of its engines, by their names.
+        """
+        self._colleagues = colleagues
+        self._stand = stand
+        self._adopt = adopt
+        self._duties = duties
+        self._version = 0
+        """Of the last change; 0: the first worker has not begun."""
+        self._behind: tuple[int, ...] = ()
+        self._chasing: asyncio.Task[None] | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker decides."""
+        return self._colleagues is None or self._colleagues.number == 0
+
+    async def begin(self) -> None:
+        """Go over to how the others stand, if any are there yet."""
+        if self._colleagues is None:
+            return
+        said = [_STANDING(answer) for answer in await self._colleagues.ask_standing() if answer]
+        if not said:
+            self.changed()  # so that whoever comes later has how we stand, whatever the configuration file says then
+            return
+        try:
+            self._take(max(said, key=lambda standing: standing.version))
+        except KvRelayError as error:
+            logger.error("what has changed since the start is not possible here: %s", error)  # noqa: TRY400
+
+    def changed(self) -> None:
+        """Something is other than it was: tell the others, in the background."""
+        if self._colleagues is None or not self.leads:
+            return
+        self._version = time.monotonic_ns()
+        if self._chasing is None or self._chasing.done():
+            self._chasing = asyncio.create_task(self._chase())
+
+    async def settled(self) -> None:
+        """Wait until all workers have gone over to the last change.
+
+        Raises:
+            DeadlineError: some have not, and are told again.
+        """
+        if self._chasing is None:
+            return
+        await self._spread()
+        if self._behind:
+            numbers = ", ".join(map(str, self._behind))
+            raise DeadlineError(f"done, but not yet by all workers: {numbers} did not answer, and will be told again")
+
+    async def whereabouts(self) -> list[dict[str, Duty]]:
+        """What each worker that answers knows of its engines, this one first."""
+        if self._colleagues is None:
+            return [self._duties()]
+        told = [_DUTIES(answer) for answer in await self._colleagues.ask_duties() if answer]
+        return [self._duties(), *told]
+
+    async def left(self, engine: str, by: float) -> None:
+        """Wait until no other worker needs an engine that leaves, or until ``by``, on the host's monotonic clock."""
+        if self._colleagues is None or not self.leads:
+            return
+        while any(engine in duties for duties in (await self.whereabouts())[1:]):
+            if time.monotonic() > by:
+                logger.warning("%s: a worker has not let go of it in time", engine)
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def close(self) -> None:
+        """Tell nobody any longer."""
+        if self._chasing is not None:
+            self._chasing.cancel()
+            await asyncio.wait({self._chasing})
+
+    # --- asked by a colleague ---
+
+    def standing(self) -> bytes:
+        """How this worker stands; empty until it knows."""
+        return msgspec.msgpack.encode(self._stand(self._version)) if self._version else b""
+
+    def told(self, standing: bytes) -> bytes:
+        """Go over to how the first worker stands."""
+        try:
+            self._take(_STANDING(standing))
+        except KvRelayError as error:
+            logger.error("the first worker's change is not possible here: %s", error)  # noqa: TRY400 - said in full
+            return str(error).encode()
+        return _DONE
+
+    def duties(self) -> bytes:
+        """What this worker knows of its engines."""
+        return msgspec.msgpack.encode(self._duties())
+
+    # --- the rest ---
+
+    def _take(self, standing: Standing) -> None:
+        if standing.version > self._version:
+            self._adopt(standing)
+            self._version = max(self._version, standing.version)
+
+    async def _spread(self) -> None:
+        assert self._colleagues is not None
+        version = self._version
+        answers = await self._colleagues.tell_standing(self.standing())
+        if version == self._version:
+            self._behind = tuple(number for number, answer in answers if answer not in {_DONE, None})
+
+    async def _chase(self) -> None:
+        """Tell the others until all have heard; whoever is not there asks by itself when it comes."""
+        told = 0
+        while told != self._version or self._behind:
+            told = self._version
+            await self._spread()
+            if self._behind:
+                await asyncio.sleep(AGAIN_S)
