@@ -197,6 +197,28 @@ async def test_what_is_taken_reaches_engines_newly_framed(pair: Pair, name: str)
         assert request.json["prompt"] == "a"
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("declared", "statuses"), [(len(BODY), [200, 400]), (len(BODY) - 3, [400, 400])], ids=["garbage-behind", "cut"]
+)
+async def test_what_a_body_has_beyond_its_length_is_no_part_of_it_and_no_request(
+    pair: Pair, declared: int, statuses: list[int], *, apart: bool
+) -> None:
+    """The length decides where a request ends; the rest is refused, whether it comes with the request or after it."""
+    prefill, decode, port = pair
+    data = LINE + b"content-length: %d\r\n\r\n" % declared + BODY + b'{"prompt":"smuggled"}'
+    end = data.index(BODY) + declared
+    async with await RawClient.open(port) as client:
+        said: list[int] = []
+        for part in (data[:end], data[end:]) if apart else (data,):
+            client.send(part)
+            said += [(await client.answer()).status for _ in range(1 if apart else 2)]
+        assert said == statuses
+        assert await client.rest() == b""
+    assert all(request.json["prompt"] == "a" for request in prefill.requests + decode.requests)
+    assert len(decode.requests) == statuses.count(200)
+
+
 async def test_http_1_0_is_kept_alive_where_it_asks_for_it(pair: Pair) -> None:
     _, _, port = pair
     line = LINE.replace(b"1.1", b"1.0")
