@@ -70,7 +70,7 @@ class Handover:
         """By role, the engines that are not asked, whatever becomes of the others."""
         self.in_pool = 0
         """Tokens of the prompt that the pool holds for any decode engine, as far as is known."""
-        self.described = router.routing.describe(request, body.fields)
+        self.described = router.routing.describe(request, body)
         self.prompt: ReusedPrompt | None = None
         """Set if the decode side may be given the prefill side's token ids."""
         self.early: EarlyStream | None = None

@@ -89,7 +89,9 @@ class Observer:
         seen.arrived = time.perf_counter()
         if self._log is not None or self._tracer is not None:
             seen.client = reply.client
-        named = next(filter(None, map(request.header, self._naming)), None)
+        named = request.header(REQUEST_ID)
+        if not named and len(self._naming) > 1:
+            named = next(filter(None, map(request.header, self._naming)), None)
         seen.request_id = named or name.encode()
         reply.always = [(REQUEST_ID, seen.request_id)]
         if traced and self._tracer is not None:

@@ -49,6 +49,6 @@ class Outgoing:
             self._method, engine.base, self._target, engine.host, head, len(body),
         )  # fmt: skip
         message = (start + body,) if len(body) <= _JOIN_BYTES else (start, body)
-        leg = Leg(engine.name, engine.role.value, message, (address.host, address.port), span)
+        leg = Leg(engine.name, engine.role, message, (address.host, address.port), span)
         self._seen.legs.append(leg)
         return leg

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvrelay.router.core.fleet import Engine
-    from kvrelay.router.core.legs import Fields
+    from kvrelay.router.core.legs import ClientBody
     from kvrelay.router.core.records import Record
     from kvrelay.router.engines import Engines
     from kvrelay.router.handover import Handover
@@ -100,10 +100,10 @@ class Routing:
 
     # --- before ---
 
-    def describe(self, request: Request, fields: Fields) -> Described:
+    def describe(self, request: Request, body: ClientBody) -> Described:
         """What is wanted of a request whose body was taken apart."""
+        fields, model = body.fields, body.model
         prompt = read_prompt(fields)
-        model = text_of(fields, "model")
         salt = text_of(fields, "cache_salt")
         tokens = prompt.exact if prompt.exact is not None else self._rates.estimate(model, prompt.num_bytes)
         prefix = chain(f"{model}\0{salt}".encode(), prompt.parts) if self._wants_prefix else ()

@@ -44,7 +44,7 @@ def response_problem(version: str, status: int, reason: bytes, headers: Headers)
         return f"version {version}"
     if not 100 <= status <= 999 or status == 101:
         return f"status {status}"
-    if any(byte < 0x20 and byte != 0x09 for byte in reason):
+    if reason and not reason.isalnum() and any(byte < 0x20 and byte != 0x09 for byte in reason):
         return "control characters in its reason"
     return _coding_problem(version, headers)
 

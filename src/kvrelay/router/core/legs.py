@@ -115,7 +115,7 @@ def encode_fields(fields: Fields) -> bytes:
 class ClientBody:
     """A client's request for a generation, without hand-over parameters of its own."""
 
-    __slots__ = ("_dropped", "_num_requests", "endpoint", "fields")
+    __slots__ = ("_dropped", "_num_requests", "endpoint", "fields", "model")
 
     def __init__(self, endpoint: Endpoint, fields: Fields) -> None:
         """``fields``: as from `parse_fields`; scrubbed here."""
@@ -125,11 +125,8 @@ class ClientBody:
         self._dropped = OUTPUT_ONLY_OF[endpoint]
         self._num_requests = 0
         """Not counted yet."""
-
-    @property
-    def model(self) -> str:
+        self.model = text_of(fields, "model")
         """Which model is asked; empty if none is named."""
-        return text_of(self.fields, "model")
 
     @property
     def num_engine_requests(self) -> int:
@@ -231,7 +228,7 @@ class ClientBody:
     def _num_prompts(self) -> int:
         if self.endpoint is not Endpoint.COMPLETIONS:
             return 1
-        return max(1, sum(_num_items(self.fields.get(name)) for name in ("prompt", "prompt_embeds")))
+        return max(1, _num_items(self.fields.get("prompt")) + _num_items(self.fields.get("prompt_embeds")))
 
 
 _OPENAI = (Endpoint.COMPLETIONS, Endpoint.CHAT)

@@ -96,6 +96,11 @@ _STAMPS: dict[Event, tuple[str, ...]] = {
     Event.FIRST_BYTE: ("migration_end", "decode_begin"),
     Event.LAST_BYTE: ("decode_end",),
 }
+_FOLLOWS: dict[State, dict[Event, tuple[State, tuple[str, ...]]]] = {
+    state: {event: (following, _STAMPS.get(event, ())) for event, following in steps.items()}
+    for state, steps in TABLE.items()
+}
+"""The two tables in one."""
 TIMESTAMPS = (
     "issued", "prefill_begin", "prefill_end", "migration_begin", "migration_end", "decode_begin", "decode_end",
 )  # fmt: skip
@@ -125,12 +130,12 @@ class Lifecycle:
         Raises:
             IllegalTransitionError: the table has no such step.
         """
-        steps = TABLE.get(self.state)
-        following = steps.get(event) if steps is not None else None
-        if following is None:
-            raise IllegalTransitionError(f"{event.name} in state {self.state.name}; {self.story()}")
+        try:
+            following, stamps = _FOLLOWS[self.state][event]
+        except KeyError:
+            raise IllegalTransitionError(f"{event.name} in state {self.state.name}; {self.story()}") from None
         self._history.append((event, now))
-        for stamp in _STAMPS.get(event, ()):
+        for stamp in stamps:
             self.timestamps[stamp] = now
         self.state = following
         return following

@@ -304,8 +304,9 @@ class EngineClient:
         connection.abort()
 
     def _take(self) -> _Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
             if connection.usable:
                 return connection
         return None
