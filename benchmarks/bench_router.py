@@ -7,6 +7,7 @@ Sections, each on its own with ``--section``:
 spread   requests of 32 chunks, each event sent by itself: processor time, requests a second, added latency; by prompt
          size (2, 32, 512 KiB) and number of connections (1, 64)
 burst    the same with answers written whole, 2 KiB prompts only
+workers  the same by one process and by two, on both cores
 streams  10,000 streams open at once: memory
 flat     memory over a million requests
 
@@ -27,12 +28,13 @@ from kvrelay.bench.report import closing_line
 from router_bench.crowd import run_flat, run_streams
 from router_bench.loading import Bench
 from router_bench.processes import build, cores
+from router_bench.several import run_workers
 from router_bench.steady import Settings, run_steady
 
 if TYPE_CHECKING:
     from kvrelay.bench.section import Section
 
-SECTIONS = ("spread", "burst", "streams", "flat")
+SECTIONS = ("spread", "burst", "workers", "streams", "flat")
 QUICK = {"sizes": "2", "rounds": 2, "seconds": 1.0, "streams": 500, "hold": 6.0, "requests": 20_000}
 
 
@@ -42,8 +44,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="only kvrelay and the engines alone")
     parser.add_argument("--sizes", default="2,32,512", help="spread: sizes of prompts in KiB (default %(default)s)")
     parser.add_argument("--connections", default="1,64", help="spread, burst: at once (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="spread, burst: turns of each router (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="spread, burst: length of a turn (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="spread, burst, workers: turns of each (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="spread, burst, workers: length of a turn (%(default)s)"
+    )
     parser.add_argument("--chunks", type=int, default=32, help="events of an answer (default %(default)s)")
     parser.add_argument("--streams", type=int, default=10_000, help="streams: at once (default %(default)s)")
     parser.add_argument("--hold", type=float, default=24.0, metavar="S", help="streams: length of one (%(default)g)")
@@ -66,6 +70,8 @@ def run(name: str, bench: Bench, args: argparse.Namespace) -> Section:
     sizes = tuple(int(size) for size in args.sizes.split(","))
     connections = tuple(int(count) for count in args.connections.split(","))
     match name:
+        case "workers":
+            return run_workers(bench, args.rounds, args.seconds)
         case "streams":
             return run_streams(bench, args.streams, args.hold)
         case "flat":

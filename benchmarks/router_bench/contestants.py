@@ -28,7 +28,9 @@ class Absent(Exception):  # noqa: N818 - a state of affairs
 class Router:
     """One running router in front of the mock engines."""
 
-    def __init__(self, name: str, bench: Bench, engines: Engines, extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, bench: Bench, engines: Engines, extra: Sequence[str] = (), *, place: int | None = ROUTER_CORE
+    ) -> None:
         self.name = name
         self.port, spare = free_ports(2)
         prefill, decode = engines.urls
@@ -51,7 +53,7 @@ class Router:
             command = [str(PEERS / PEER), "--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "error"]
             legs += ["--prometheus-port", str(spare)]
         self._bench = bench
-        self.process = Process([*command, *legs, *extra], bench.directory, place=ROUTER_CORE, priority=bench.priority)
+        self.process = Process([*command, *legs, *extra], bench.directory, place=place, priority=bench.priority)
         try:
             self.process.wait_until(self._healthy, name)
         except BaseException as error:

@@ -50,14 +50,14 @@ def cores() -> list[int]:
     return found[:2]
 
 
-def on_core(place: int, priority: int) -> Callable[[], None]:
-    """What a child does first: stay on that core, at that nice value, and end with us."""
-    core = cores()[place]
+def on_core(place: int | None, priority: int) -> Callable[[], None]:
+    """What a child does first: stay on that core (None: on both), at that nice value, and end with us."""
+    allowed = cores() if place is None else [cores()[place]]
 
     def prepare() -> None:
         end_with_parent()
         os.setsid()
-        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, allowed)
         if priority:
             os.setpriority(os.PRIO_PROCESS, 0, priority)
             with suppress(OSError):  # where the kernel groups processes by session, a group's value counts
@@ -67,9 +67,9 @@ def on_core(place: int, priority: int) -> Callable[[], None]:
 
 
 class Process(Child):
-    """A server on one core, and what it uses."""
+    """A server on one core, or both, and what it uses."""
 
-    def __init__(self, command: Sequence[str], directory: Path, *, place: int, priority: int) -> None:
+    def __init__(self, command: Sequence[str], directory: Path, *, place: int | None, priority: int) -> None:
         super().__init__(command, directory, prepare=on_core(place, priority))
 
     def cpu_s(self) -> float:

@@ -38,6 +38,12 @@ def test_requests_through_the_router_are_verified_and_timed_beside_the_engines_a
         assert found[size]["kvrelay"]["p99_us"] >= found[size]["kvrelay"]["p50_us"] > 0
 
 
+def test_two_workers_are_timed_beside_one() -> None:
+    found = run("workers", "--rounds", "1", "--seconds", "0.2")
+    assert found["1"]["rate"] > 0
+    assert found["2"]["rate"] == pytest.approx(found["two / one"] * found["1"]["rate"])
+
+
 def test_streams_that_are_held_open_are_counted_with_their_memory() -> None:
     found = run("streams", "--streams", "20", "--hold", "1.2")
     assert found["streams"] == 20
