@@ -160,6 +160,7 @@ class Roster:
         self._check_spare(engine)
         moved = Engine(engine.name, role, engine.address, engine.health)
         moved.load, moved.configured, moved.kv_events = engine.load, engine.configured, engine.kv_events
+        moved.load.view = None  # it shows the other role
         moved.draining, moved.leaving = engine.draining, engine.leaving
         self._engines.remove(engine)
         self._engines.append(moved)
