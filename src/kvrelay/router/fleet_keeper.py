@@ -216,14 +216,17 @@ class FleetKeeper:
         for engine in self._roster.engines:
             if (member := staying.get(engine.name)) is not None and engine.kv_events != member.kv_events:
                 engine.kv_events = ()
+        where = {member.name: member.address for member in members}
+        for engine in self._roster.engines:
+            if where.get(engine.name) != engine.address and not engine.leaving and engine.load.idle:
+                self._drop(engine)
         problem = self._let_in(staying.values())
         for member in sorted(staying.values(), key=lambda member: member.role is Role.PREFILL):
             self._take_up(member)
         for member in members:
             self._rest(member)
-        names = {member.name for member in members}
         for engine in self._roster.engines:
-            if engine.name not in names and not engine.leaving:
+            if where.get(engine.name) != engine.address and not engine.leaving:
                 self.remove(engine.name, timeout_s)
         self._roster.numbers = dict(numbers)
         self._settle()
@@ -233,7 +236,7 @@ class FleetKeeper:
     def _take_up(self, member: Member) -> None:
         """An engine that stays has the other worker's role for it, and takes requests, if it does there."""
         there = self._known(member.name)
-        if there is None:
+        if there is None or there.address != member.address:
             return
         if there.leaving or (there.draining and not member.draining):
             self.resume(member.name)
@@ -243,7 +246,7 @@ class FleetKeeper:
     def _rest(self, member: Member) -> None:
         """An engine takes no requests, or leaves, if it does not there."""
         there = self._known(member.name)
-        if there is None:
+        if there is None or there.address != member.address:
             return
         if member.leave_by is not None and member.leave_by != self._leave_by.get(member.name):
             self.remove(member.name, max(0.0, member.leave_by - time.monotonic()))
@@ -255,7 +258,8 @@ class FleetKeeper:
         """Those that are not here yet, unless another has to leave first."""
         problem = None
         for member in members:
-            if self._known(member.name) is None:
+            there = self._known(member.name)
+            if there is None or there.address != member.address:
                 try:
                     self.add(
                         member.role, member.address, member.name, configured=member.configured,
@@ -287,10 +291,13 @@ class FleetKeeper:
             await self._engines.idle(engine, CUT_OFF_S)
         await self._left(engine.name, self._leave_by[engine.name] + 2 * CUT_OFF_S)
         del self._leaving[engine.name], self._leave_by[engine.name]
+        self._drop(engine)
+        self._settle()
+
+    def _drop(self, engine: Engine) -> None:
         self._roster.remove(engine)
         self._engines.leave(engine)
         logger.info("%s has left: %s", engine.name, engine.address.url)
-        self._settle()
 
     def _settle(self) -> None:
         self._engines.order(self._roster.engines)

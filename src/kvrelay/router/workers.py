@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+HEEDED_S = 10.0
+"""A worker that ends so soon after a SIGHUP may not have done what it says."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 _UNUSABLE, _FAILED = 2, 1
 """Exit statuses, as of the command."""
@@ -69,6 +71,8 @@ class Workers:
         """Where each worker, by its process id, tells that it serves."""
         self._owed: set[int] = set()
         """Places of workers that are to be told SIGHUP once they serve: before, it would end them."""
+        self._hung_up: dict[int, float] = {}
+        """When each worker, by its process id, was last told."""
         self._status = 0
         self._stopped_by = 0
 
@@ -93,9 +97,11 @@ class Workers:
                 wait_s = self._supervision.wait_s(time.monotonic())
                 readable, _, _ = select.select([woken, *self._pipes], [], [], wait_s)
                 self._hear(readable)
-                if woken in readable:
-                    self._react(os.read(woken, 4096))
+                told = os.read(woken, 4096) if woken in readable else b""
+                self._stop_if_told(told)
                 self._reap()
+                if signal.SIGHUP in told:  # after that: whoever has just ended does not hear it
+                    self._pass_hangup_on()
                 if not announced and self._supervision.all_ready:
                     announced = True
                     on_ready()
@@ -166,9 +172,12 @@ class Workers:
                 return
             if pid == 0:
                 return
-            slot = self._supervision.ended(pid, time.monotonic())
+            now = time.monotonic()
+            slot = self._supervision.ended(pid, now)
             if slot is None or self._supervision.stopping:
                 continue
+            if now - self._hung_up.pop(pid, -HEEDED_S) < HEEDED_S:
+                self._owed.add(slot.number)
             if self._supervision.failed:
                 self._status = self._status or os.waitstatus_to_exitcode(status)
                 self._tell(signal.SIGTERM)
@@ -178,12 +187,16 @@ class Workers:
                     slot.number, os.waitstatus_to_exitcode(status), max(0.0, slot.due_at - time.monotonic()),
                 )  # fmt: skip
 
-    def _react(self, numbers: bytes) -> None:
+    def _pass_hangup_on(self) -> None:
+        slots = self._supervision.slots
+        self._owed |= {slot.number for slot in slots if not slot.ready}
+        pids = [slot.pid for slot in slots if slot.ready]
+        self._hung_up = dict.fromkeys(pids, time.monotonic())
+        self._tell(signal.SIGHUP, pids)
+
+    def _stop_if_told(self, numbers: bytes) -> None:
         for number in numbers:
-            if number == signal.SIGHUP:
-                self._owed |= {slot.number for slot in self._supervision.slots if not slot.ready}
-                self._tell(signal.SIGHUP, [slot.pid for slot in self._supervision.slots if slot.ready])
-            elif number in {signal.SIGTERM, signal.SIGINT}:
+            if number in {signal.SIGTERM, signal.SIGINT}:
                 self._stopped_by = self._stopped_by or number
                 self._supervision.stop()
                 self._close_sockets()  # what a worker no longer listens on, nobody does

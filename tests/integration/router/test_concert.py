@@ -38,14 +38,15 @@ async def engines(engine: Any) -> list[FakeEngine]:
 
 @pytest.fixture
 async def worker(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """Start the router's worker of a number, of two, in front of the first two engines."""
+    """Start the router's worker of a number, of two, in front of the first two engines, or with other ``decodes``."""
     monkeypatch.setattr(concert, "AGAIN_S", 0.01)
     party, told = Party.new(), os.open(os.devnull, os.O_WRONLY)
     started: list[RouterService] = []
 
-    async def start(number: int) -> RouterService:
+    async def start(number: int, *decodes: FakeEngine) -> RouterService:
+        decode = [engine.url for engine in decodes or engines[1:2]]
         settings = RouterSettings(
-            prefill=[engines[0].url], decode=[engines[1].url], port=0, drain_timeout_s=0.2,
+            prefill=[engines[0].url], decode=decode, port=0, drain_timeout_s=0.2,
             resilience=Resilience(probe_interval_s=0.0), workers=2,
         )  # fmt: skip
         seat = Seat(number, 2, _listen("127.0.0.1", 0), party, told)
@@ -153,6 +154,22 @@ async def test_who_comes_later_stands_as_the_others_do(engines: list[FakeEngine]
     assert set(told_of(second)) == {"P0", "D0", "D1", "D2"}
     with pytest.raises(NotFoundError):
         second.fleet.find("D3")
+
+
+async def test_who_comes_later_with_another_configuration_stands_as_the_others_do(
+    engines: list[FakeEngine], worker: Start
+) -> None:
+    """Names are by place in the configuration at first: there D0 and D1 are other engines than here."""
+    first = await worker(0)
+    first.fleet.add(Role.DECODE, parse_address(engines[2].url))
+    first.fleet.remove("D0", 0.0)
+    await until(lambda: set(told_of(first)) == {"P0", "D1"})
+    second = await worker(1, engines[3], engines[1], engines[2])
+    assert told_of(second) == told_of(first)
+    first.fleet.add(Role.DECODE, parse_address(engines[1].url))
+    await first.concert.settled()
+    assert told_of(second) == told_of(first)
+    assert set(told_of(second)) == {"P0", "D1", "D2"}
 
 
 async def test_a_worker_that_does_not_hear_is_named_and_told_again(
