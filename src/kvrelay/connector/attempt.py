@@ -10,7 +10,7 @@ from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvrelay.connector.core.orders import LoadOutcome
+from kvrelay.connector.core.orders import LoadKind, LoadOutcome
 from kvrelay.connector.pages import Span
 from kvrelay.errors import (
     CorruptionError,
@@ -22,7 +22,7 @@ from kvrelay.errors import (
 )
 from kvrelay.types import Reason
 from kvrelay.wire import limits
-from kvrelay.wire.messages import Range
+from kvrelay.wire.messages import Done, Range, Release
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class Attempt:
                 self._load(prefixes, end)
             # Only now is it certain that the bytes read were still the objects'.
             for prefix in prefixes.values():
-                self._client.release(prefix)
+                self._part_with(prefix)
         except KvRelayError as error:
             for prefix in prefixes.values():
                 if not self._client.closed:
@@ -144,6 +144,18 @@ class Attempt:
             count = min(map(len, prefixes.values()))
             return min(order.end, order.chunks[count - 1].end) if count else order.start
         return order.end
+
+    def _part_with(self, prefix: Prefix) -> None:
+        """End the lease of what was loaded; raises `LeaseExpiredError` if it had run out.
+
+        A step waits for a synchronous load, and not for the pool's answer to this: whatever it copied was compared with
+        the checksums while it was copied, so bytes of another object would have been noticed.
+        """
+        if self._order.kind is not LoadKind.NOW:
+            self._client.release(prefix)
+        elif prefix.lease:
+            self._client.start(Release(0, prefix.lease), Done)
+            prefix.lease = 0
 
     def _release(self, prefix: Prefix) -> None:
         try:

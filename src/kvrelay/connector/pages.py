@@ -9,7 +9,7 @@ engine does, and zeros where no token of the object is.
 from __future__ import annotations
 
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -51,7 +51,8 @@ class Span:
 
 def packed_spans(spans: Sequence[Span]) -> bytes:
     """Spans as `Pages` takes them."""
-    return struct.pack(f"<{4 * len(spans)}Q", *(value for span in spans for value in astuple(span)))
+    values = [value for span in spans for value in (span.tokens, span.skip, span.count, span.first)]
+    return struct.pack(f"<{len(values)}Q", *values)
 
 
 class Pages(Protocol):

@@ -57,6 +57,21 @@ def test_it_is_there_when_the_forward_pass_begins_and_no_other_slot_was_touched(
     assert results.report.loads["r"].valid_end == end
 
 
+def test_a_step_does_not_wait_for_the_pool_to_hear_that_a_load_is_done(
+    pool: PoolThread, make_rank: Make, make_chunks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, d = prefilled(pool, make_rank, make_chunks(TOKENS))
+
+    def waits(*_: Any) -> None:
+        raise AssertionError("the load waited for its lease to end")
+
+    monkeypatch.setattr(PoolClient, "release", waits)
+    d.begin(loads=(now(d.load_order(make_chunks(TOKENS), D_BLOCKS), TOKENS - 1),))
+    assert d.side.take_results().report.loads["r"].valid_end == TOKENS - 1
+    with PoolClient.connect(pool.unix, name="asks") as client:  # its requests come after the release
+        assert client.stat()["leases"] == 0
+
+
 def test_what_takes_too_long_is_given_up_and_nothing_is_written_any_more(
     pool: PoolThread, make_rank: Make, make_chunks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
