@@ -37,7 +37,16 @@ class _Hold(Struct):
 class Holds:
     """The holds of one engine. Owned by its scheduler thread."""
 
-    def __init__(self, tables: Tables, *, ranks: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        *,
+        ranks: int,
+        clock: Callable[[], float],
+        limited: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """``limited``: told of how many tokens groups with a window are not saved, since too much is held."""
+        self._limited = limited
         self._tables = tables
         self._ranks = ranks
         self._clock = clock
@@ -72,6 +81,7 @@ class Holds:
             return order
         if self._held and self._held + len(blocks) > self._limit:
             end = order.chunks[-1].end
+            self._limited(sum(chunk.tokens for chunk in order.chunks))
             starts = (end if window else start for window, start in zip(windows, order.starts, strict=True))
             return replace(order, starts=tuple(starts))
         self._touch(blocks)

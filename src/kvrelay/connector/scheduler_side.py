@@ -123,7 +123,9 @@ class SchedulerSide:
             sync_bytes=config.sync_load_bytes if sync else 0,
             max_early=config.max_early_loads,
         )
-        self.holds = Holds(tables, ranks=ranks, clock=clock)
+        self.holds = Holds(
+            tables, ranks=ranks, clock=clock, limited=lambda tokens: counters.add("not_saved_held", tokens)
+        )
         self._counters = counters
         self._lease_s = min(limits.MAX_LEASE_S, 2 * config.load_timeout_s)
         self._link = make_link(self._register)

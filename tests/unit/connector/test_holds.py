@@ -22,7 +22,8 @@ class Engine:
     def __init__(self) -> None:
         self.users: Counter[int] = Counter()
         self.now = 0.0
-        self.holds = Holds(TABLES, ranks=2, clock=lambda: self.now)
+        self.left_out: list[int] = []
+        self.holds = Holds(TABLES, ranks=2, clock=lambda: self.now, limited=self.left_out.append)
         self.holds.bind(blocks=40, touch=self.users.update, free=self.free)
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -59,6 +60,7 @@ def test_what_would_hold_too_much_is_saved_without_those_groups(engine: Engine) 
     limited = engine.holds.hold(second)
     assert (limited.of(0), limited.of(1)) == (second.chunks, ())
     assert 20 not in engine.users
+    assert engine.left_out == [24]
     engine.holds.ended({1: 2})
     assert engine.holds.hold(second) is second
 
