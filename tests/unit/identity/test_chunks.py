@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,3 +101,8 @@ def test_an_empty_prompt_has_no_chunks() -> None:
 
 def test_a_chunk_knows_how_many_tokens_it_holds() -> None:
     assert Chunk(b"k", 64, 100).tokens == 36
+
+
+def test_a_chunk_sent_to_a_worker_is_the_same_chunk() -> None:
+    chunk = Chunk(b"k" * 32, 64, 128)
+    assert pickle.loads(pickle.dumps(chunk)) == chunk

@@ -55,6 +55,10 @@ class Chunk:
         """How many tokens the chunk holds."""
         return self.end - self.start
 
+    def __reduce__(self) -> tuple[type[Chunk], tuple[bytes, int, int]]:
+        """Pickled as a call: every step's orders are full of chunks, and go to the workers before its forward pass."""
+        return Chunk, (self.key, self.start, self.end)
+
 
 class ChunkChain:
     """Chunks of a token sequence that grows at its end.
