@@ -46,10 +46,10 @@ class BesideTable(Table):
             ["contestant", "prompt", "with hand-overs", "with local hits", "time between tokens, ratio"],
         )
 
-    def run(self, legs: Legs) -> None:
+    def run(self, legs: Legs, length: int) -> None:
         """Measure one contestant, if there is something to compare with."""
         if legs.contestant.caches:
-            super().run(legs)
+            super().run(legs, length)
         else:
             self.section.absent[legs.contestant.name] = "D has no prefix cache to compare with"
 

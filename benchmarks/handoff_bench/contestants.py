@@ -30,15 +30,23 @@ class Contestant:
     longer_by: int = 0
     """Its prompts are so many tokens longer, and D computes so many more of them: it cannot hand over the others."""
 
+    restless: bool = False
+    """Its engines keep cores busy while they have nothing to do: they are halted while it is not its turn."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether it hands over through our pool."""
+        return self.connector == "kvrelay"
+
     def prefill_params(self) -> dict[str, Any] | None:
         """What the prefill leg is given."""
-        if self.connector == "kvrelay":
+        if self.pooled:
             return None  # content-addressed: a leg without a hand-over is saved and loaded all the same
         return _object(PROFILES[self.connector].prefill_params("bench", "P0", ClientBody(Endpoint.COMPLETIONS, {})))
 
     def decode_params(self, answer: bytes) -> dict[str, Any] | None:
         """What the decode leg is given, from the prefill leg's answer."""
-        if self.connector == "kvrelay":
+        if self.pooled:
             return None
         profile = PROFILES[self.connector]
         leg = DecodeLeg(handover="bench", worker="D0", prefill="P0", policy=OnLostKv.RECOMPUTE)
@@ -60,9 +68,10 @@ CONTESTANTS = {
     for contestant in (
         Contestant("kvrelay", "kvrelay"),
         Contestant("kvrelay-async", "kvrelay", options={"sync_load_bytes": 0}),
+        Contestant("kvrelay-native", "kvrelay", options={"packing": "native"}),
         Contestant("kvrelay-tcp", "kvrelay", over_tcp=True),
         Contestant("shared-storage", "shared-storage", caches=False, longer_by=1),
-        Contestant("nixl", "nixl"),
+        Contestant("nixl", "nixl", restless=True),
     )
 }
 """By the name ``--only`` takes."""

@@ -28,15 +28,16 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """``lengths``: of prompts, in tokens; ``repeats``: timed rounds of each, after ``warmup`` that are not timed.
+    """``repeats``: timed rounds of each case, after ``warmup`` that are not timed.
 
-    ``limit_s``: a case that takes longer ends with the rounds it has, at least `FEWEST`.
+    ``limit_s``: a case that takes longer ends with the rounds it has, at least `FEWEST`. ``decodes``: how many requests
+    D decodes meanwhile, case by case.
     """
 
-    lengths: tuple[int, ...]
     repeats: int
     warmup: int = 5
     limit_s: float = 120.0
+    decodes: tuple[int, ...] = (0, DECODES)
 
     def rounds(self) -> Iterator[tuple[int, bool]]:
         """Number each round, and say whether it counts: the first after a start are cold, the plain engine's too.
@@ -63,6 +64,8 @@ class Legs:
     decode: Engine
     plain: Engine
     model: str
+    pool: str = ""
+    """The address of our pool, if it is one that is measured."""
 
     def hand_over(self, prompt: list[int], *, tokens: int = 1) -> tuple[float, list[int]]:
         """Prefill on P, then the decode leg: its seconds until the first token, and its tokens."""
@@ -88,6 +91,10 @@ class Legs:
         """How many tokens of a prompt D does not compute, if all is well."""
         return length - 1 - self.contestant.longer_by
 
+    def prefill_other(self, prompt: list[int], *seed: object) -> None:
+        """Have P compute another prompt as long, so that what follows finds the machine as it is after a hand-over."""
+        self.prefill.complete(prompt_of(len(prompt), "other", *seed), self.contestant.prefill_params())
+
     def prove_taken(self, before: float, tokens: int) -> None:
         """Raise `KvRelayError` unless D took ``tokens`` from its connector since its counter was ``before``."""
         taken = self.decode.external_tokens() - before
@@ -102,17 +109,16 @@ class Table:
         self.settings = settings
         self.section = Section(title, header)
 
-    def run(self, legs: Legs) -> None:
-        """Measure one contestant; what it cannot do is noted."""
-        for length in self.settings.lengths:
-            known = len(self.section.rows)
-            try:
-                self.add(legs, length)
-            except KvRelayError as error:
-                self.section.absent[f"{legs.contestant.name}, {length} tokens"] = str(error)
-                print(f"  {legs.contestant.name}, {length} tokens: {error}", file=sys.stderr, flush=True)
-            for row in self.section.rows[known:]:
-                print("  " + " | ".join(row), file=sys.stderr, flush=True)
+    def run(self, legs: Legs, length: int) -> None:
+        """Measure one contestant at one length; what it cannot do is noted."""
+        known = len(self.section.rows)
+        try:
+            self.add(legs, length)
+        except KvRelayError as error:
+            self.section.absent[f"{legs.contestant.name}, {length} tokens"] = str(error)
+            print(f"  {legs.contestant.name}, {length} tokens: {error}", file=sys.stderr, flush=True)
+        for row in self.section.rows[known:]:
+            print("  " + " | ".join(row), file=sys.stderr, flush=True)
 
     def add(self, legs: Legs, length: int) -> None:
         """Measure one contestant at one length. Raises `KvRelayError` when it cannot do it."""

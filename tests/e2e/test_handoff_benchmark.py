@@ -24,7 +24,7 @@ def test_a_contestant_goes_through_every_section() -> None:
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert set(results) == {"ttft", "saving", "beside"}
+    assert set(results) == {"ttft", "saving", "beside", "overlapped"}
     for section in results.values():
         assert section["absent"] == {}
         assert all(goal["value"] is not None for goal in section["goals"].values())

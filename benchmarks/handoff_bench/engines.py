@@ -1,0 +1,138 @@
+"""Starts the engines that are measured: a plain one, and a P and a D for each contestant, through ``kvrelay up``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from handoff_bench.asking import Engine, prompt_of
+from handoff_bench.legs import Legs
+from kvrelay.launch.host import free_ports
+from kvrelay.testing.stack import RunningStack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from handoff_bench.contestants import Contestant
+
+BLOCK_TOKENS = 32
+START_S = 600.0
+RESTING = Path(__file__).parent / "resting"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Memory for a model: a small KV cache, so that all of it is soon in use, and a pool for some dozens of prompts."""
+
+    kv_bytes_per_token: int
+    cache_tokens: int
+    pool: str
+
+    @property
+    def cache(self) -> str:
+        """As engines take it."""
+        return f"{self.kv_bytes_per_token * self.cache_tokens >> 20}MiB"
+
+
+SIZES = {"tiny": Sizes(2 << 10, 16 << 10, "256MiB"), "smollm2": Sizes(45 << 10, 6 << 10, "1GiB")}
+
+
+def engine_path() -> str:
+    """Where measured engines look for modules: first the one that keeps idle ones from taking cores."""
+    return os.pathsep.join([str(RESTING), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+class Pair:
+    """The stack of one contestant. A context manager: it is stopped on exit."""
+
+    def __init__(self, contestant: Contestant, stack: RunningStack) -> None:
+        self.contestant = contestant
+        self._stack = stack
+
+    def __enter__(self) -> Self:
+        """Nothing more to do."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop it."""
+        with contextlib.suppress(OSError, KeyError):  # it may not have come so far
+            self._signal(signal.SIGCONT)
+        self._stack.stop()
+
+    def legs(self, plain: RunningStack) -> Legs:
+        """Wait until it serves; then its engines."""
+        self._stack.wait_ready(START_S)
+        return Legs(
+            self.contestant,
+            Engine(self._stack.prefill_urls[0], self._stack.model_name),
+            Engine(self._stack.decode_urls[0], self._stack.model_name),
+            Engine(plain.decode_urls[0], plain.model_name),
+            self._stack.model_name,
+            self._stack.pool_address if self.contestant.pooled else "",
+        )
+
+    def rest(self) -> None:
+        """Halt engines that would take cores while it is another's turn."""
+        if self.contestant.restless:
+            self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """It is this one's turn meanwhile."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.rest()
+
+    def _signal(self, number: int) -> None:
+        for name in ("P0", "D0") if self.contestant.restless else ():
+            os.killpg(self._stack.process(name), number)
+
+
+class Engines:
+    """Starts engines of one model below a directory."""
+
+    def __init__(self, model: Path, root: Path, longest: int, sizes: Sizes) -> None:
+        self._model = model
+        self._root = root
+        self.longest = longest
+        self._sizes = sizes
+        self._flags = (
+            "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "16",
+            "--max-model-len", str(longest + 512), "--max-num-batched-tokens", str(longest + 512),
+            "--kv-cache-memory", sizes.cache, "--pool-size", sizes.pool,
+        )  # fmt: skip
+
+    def start(self, name: str, *flags: str, options: str = "") -> RunningStack:
+        """Start ``kvrelay up`` on free ports; ``options``: more of its configuration."""
+        (port,) = free_ports(1, taken=set())
+        config = self._root / f"{name}.toml"
+        config.write_text(f"{options}[engine.env]\nPYTHONPATH = {json.dumps(engine_path())}\n")
+        own = ["--port", str(port), "--config", str(config)]
+        return RunningStack(self._model, self._root / name, [*self._flags, *own, *flags])
+
+    def start_plain(self) -> RunningStack:
+        """The engine without a connector, on the second core."""
+        return self.start("plain", "--connector", "none", "--decode-cpus", "1")
+
+    def start_pair(self, contestant: Contestant) -> Pair:
+        """One P on the first core, one D on the second."""
+        (pool_port,) = free_ports(1, taken=set())
+        options = contestant.toml(f"tcp:127.0.0.1:{pool_port}")
+        flags = ["--connector", contestant.connector, *contestant.flags]
+        if contestant.over_tcp:
+            flags += ["--pool-port", str(pool_port)]
+        flags += ["--prefill-cpus", "0", "--decode-cpus", "1"]
+        return Pair(contestant, self.start(contestant.name, *flags, options=options))
+
+    def fill(self, legs: Legs) -> None:
+        """Use every block of D's cache once: memory that was never touched costs whoever is first to write there."""
+        for number in range(-(-self._sizes.cache_tokens // self.longest)):
+            legs.decode.complete(prompt_of(self.longest, "fill", number))
