@@ -65,8 +65,8 @@ class Pair:
             self._signal(signal.SIGCONT)
         self._stack.stop()
 
-    def legs(self, plain: RunningStack) -> Legs:
-        """Wait until it serves; then its engines."""
+    def legs(self, plain: RunningStack, beside_p: RunningStack | None) -> Legs:
+        """Wait until it serves; then its engines. ``beside_p``: the plain one on P's core, if there is one."""
         self._stack.wait_ready(START_S)
         return Legs(
             self.contestant,
@@ -74,6 +74,7 @@ class Pair:
             Engine(self._stack.decode_urls[0], self._stack.model_name),
             Engine(plain.decode_urls[0], plain.model_name),
             self._stack.model_name,
+            Engine(beside_p.decode_urls[0], beside_p.model_name) if beside_p is not None else None,
             self._stack.pool_address if self.contestant.pooled else "",
         )
 
@@ -118,9 +119,9 @@ class Engines:
         own = ["--port", str(port), "--config", str(config)]
         return RunningStack(self._model, self._root / name, [*self._flags, *own, *flags])
 
-    def start_plain(self) -> RunningStack:
-        """The engine without a connector, on the second core."""
-        return self.start("plain", "--connector", "none", "--decode-cpus", "1")
+    def start_plain(self, core: int) -> RunningStack:
+        """An engine without a connector."""
+        return self.start(f"plain{core}", "--connector", "none", "--decode-cpus", str(core))
 
     def start_pair(self, contestant: Contestant) -> Pair:
         """One P on the first core, one D on the second."""

@@ -64,6 +64,8 @@ class Legs:
     decode: Engine
     plain: Engine
     model: str
+    beside_p: Engine | None = None
+    """A plain one on P's core."""
     pool: str = ""
     """The address of our pool, if it is one that is measured."""
 

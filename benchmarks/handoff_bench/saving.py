@@ -1,4 +1,4 @@
-"""What saving costs the prefill: P's time to first token beside that of the plain engine, on prompts both see first."""
+"""What saving costs the prefill: P's time to first token beside that of a plain engine on its core, on new prompts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from handoff_bench.asking import prompt_of
 from handoff_bench.legs import Table
 from kvrelay.bench.report import median, spread
 from kvrelay.bench.section import Goal
+from kvrelay.errors import KvRelayError
 
 if TYPE_CHECKING:
     from handoff_bench.legs import Legs, Settings
@@ -37,13 +38,15 @@ class SavingTable(Table):
             self.section.goals.append(Goal(f"prefill of {length} tokens / plain", 1.01, ratio, at_least=False))
 
     def _measure(self, legs: Legs, length: int) -> tuple[list[float], list[float]]:
+        if (engine := legs.beside_p) is None:
+            raise KvRelayError("there is no plain engine on P's core")
         saved: list[float] = []
         plain: list[float] = []
         for round_, counts in self.settings.rounds():
             prompt = prompt_of(length, "saving", legs.contestant.name, length, round_)
-            other = legs.plain.stream(prompt)[0] if round_ % 2 else 0.0
+            other = engine.stream(prompt)[0] if round_ % 2 else 0.0
             one = legs.prefill.stream(prompt, legs.contestant.prefill_params())[0]
-            other = other or legs.plain.stream(prompt)[0]
+            other = other or engine.stream(prompt)[0]
             if counts:
                 saved.append(one)
                 plain.append(other)
