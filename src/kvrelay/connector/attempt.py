@@ -66,6 +66,7 @@ class LoadJob:
 
     def __init__(self, order: LoadOrder, deadline: float) -> None:
         self.order = order
+        self.began = time.monotonic()
         self.deadline = deadline
         self.withdrawn = False
         self.writing = threading.Lock()

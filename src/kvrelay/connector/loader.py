@@ -13,6 +13,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvrelay.connector.attempt import SLICE_S, Attempt, CancelledLoadError, LoadJob, reason_of, write_layer
 from kvrelay.connector.core.orders import LoadKind, LoadOutcome
 from kvrelay.connector.early import Pursuit
@@ -131,7 +133,7 @@ class Loader:
         self._counters.add("loaded_bytes", outcome.bytes)
         if outcome.reason:
             self._counters.add(f"load_failed_{outcome.reason}")
-        self._ended(job.order.request_id, outcome)
+        self._ended(job.order.request_id, replace(outcome, took_s=time.monotonic() - job.began))
 
     def _run(self, link: PoolLink, job: LoadJob) -> LoadOutcome:
         order, now = job.order, job.order.kind is LoadKind.NOW

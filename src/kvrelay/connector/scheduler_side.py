@@ -353,7 +353,7 @@ class SchedulerSide:
 
     def _take_sync_loads(self, report: RankReport) -> None:
         for entry, end in self._ledger.report(report):
-            self._ledger.loaded_now(entry, self._clock())
+            self._ledger.loaded_now(entry, end.took_s)
             self._counters.add("sync_loads", 1)
             if end.untrue:
                 self.evict(set(end.untrue))

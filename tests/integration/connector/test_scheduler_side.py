@@ -70,7 +70,13 @@ def make_side() -> Iterator[Callable[..., Side]]:
     sides: list[Side] = []
 
     def make(
-        address: str, *, token: str | None = None, start: bool = True, role: str = "kv_both", **config: Any
+        address: str,
+        *,
+        token: str | None = None,
+        start: bool = True,
+        role: str = "kv_both",
+        sync_loads: bool = False,
+        **config: Any,
     ) -> Side:
         side = Side(
             ConnectorConfig(pool=address, engine="D0", **config),
@@ -81,6 +87,7 @@ def make_side() -> Iterator[Callable[..., Side]]:
             saves=role != "kv_consumer",
             loads=role != "kv_producer",
             role=role,
+            sync_loads=sync_loads,
             counters=Counters(),
             make_link=lambda greet: PoolLink(address, name="D0", token=token, map_arena=False, greet=greet),
         )
@@ -281,6 +288,21 @@ def test_only_what_a_hand_over_promised_is_counted_as_missing(
     assert {name: value for name, value in counted.items() if name.startswith("recomputed_")} == {
         f"recomputed_{reason}": 100 - external
     }
+
+
+def test_the_forward_pass_is_no_part_of_what_a_synchronous_load_was_waited_for(
+    pool: PoolThread, client: PoolClient, make_side: Callable[..., Side]
+) -> None:
+    """The report of such a load comes with the end of its step."""
+    side = make_side(pool.unix, sync_loads=True)
+    store(client, side, chunks=2)
+    side.new()
+    external, later = side.ask("r")
+    assert (external, later) == (99, False)
+    side.allocated("r", TABLE, external)
+    side.step([("r", external, 1)], (), lambda _: TABLE)
+    side.update(RankReport(saves_ended={}, loads={"r": LoadOutcome(99, 1, 0.1, took_s=1e-9)}), (), ())
+    assert side._counters.take()["load_wait_seconds"] == 1e-9
 
 
 def test_what_is_saved_is_ordered_in_the_step_that_computes_it_under_the_ticket(

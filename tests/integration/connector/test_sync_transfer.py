@@ -95,6 +95,7 @@ def test_what_takes_too_long_is_given_up_and_nothing_is_written_any_more(
     before = [pages.copy() for pages in d.pages]
     results = d.side.take_results()
     assert results.report.loads["r"].reason is Reason.TIMEOUT
+    assert results.report.loads["r"].took_s >= 0.05
     assert results.invalid_block_ids == set(D_BLOCKS)
     stuck.set()
     assert done.wait(10.0)

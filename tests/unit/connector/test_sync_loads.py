@@ -101,7 +101,7 @@ class TestEnding:
         entry = claimed(ledger, 100)
         ledger.take_orders((), ())
         assert ledger.loads_now(entry)
-        assert ledger.report(report(99)) == [(entry, Ended(99, ()))]
+        assert ledger.report(report(99)) == [(entry, Ended(99, (), 0.0))]
         ledger.loaded_now(entry, 2.0)
         assert (entry.phase, entry.failed, ledger.take_releases()) == (Phase.SETTLED, False, [7])
         proof = ledger.prove(entry, 99)
@@ -130,7 +130,7 @@ class TestEnding:
         ledger.take_orders((), ())
         ((_, end),) = ledger.report(report(valid, Reason.CORRUPT))
         ledger.loaded_now(entry, 2.0)
-        assert end == Ended(computed, tuple(TABLE[computed // BLOCK :]))
+        assert end == Ended(computed, tuple(TABLE[computed // BLOCK :]), 0.0)
         proof = ledger.prove(entry, end.computed)
         assert (proof.handed_over_tokens, proof.reason) == (computed, "corrupt")
         assert ledger.claimable(entry, 0) == 0
@@ -152,7 +152,7 @@ class TestEnding:
         entry = claimed(ledger, 100)
         ledger.take_orders((), ())
         assert ledger.finish(entry, 100, (TABLE,)).hold is False
-        assert ledger.report(report(32, Reason.TIMEOUT)) == [(entry, Ended(32, tuple(TABLE[1:])))]
+        assert ledger.report(report(32, Reason.TIMEOUT)) == [(entry, Ended(32, tuple(TABLE[1:]), 0.0))]
         ledger.loaded_now(entry, 2.0)
         assert ledger.prove(entry, 32).handed_over_tokens == 32
         assert len(ledger) == 0

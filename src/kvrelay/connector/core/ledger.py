@@ -394,14 +394,14 @@ class Ledger:
         entry = self._entries.get(request_id)
         if entry is None or entry.claim is None:
             return
-        self.loaded_now(entry, now)
+        self.loaded_now(entry, now - entry.claimed_at)
         if entry.phase is Phase.ENDED:
             del self._entries[request_id]
 
-    def loaded_now(self, entry: Entry, now: float) -> None:
-        """The request's load is over; it may have ended meanwhile, in the step of a synchronous load."""
+    def loaded_now(self, entry: Entry, wait_s: float) -> None:
+        """The request's load is over, after ``wait_s``; it may have ended meanwhile, in the step of a synchronous load."""
         entry.claim = None
-        entry.wait_s += now - entry.claimed_at
+        entry.wait_s += wait_s
         self._drop_lease(entry)
         if entry.phase is not Phase.ENDED:
             entry.move(Event.LOADED)

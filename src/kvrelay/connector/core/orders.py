@@ -103,6 +103,8 @@ class LoadOutcome(Struct, frozen=True):
     """Why ``valid_end`` is not what was ordered."""
     ranks: int = 1
     """How many ranks it is about."""
+    took_s: float = 0.0
+    """From the order's arrival until the load was over."""
 
     def join(self, other: LoadOutcome) -> LoadOutcome:
         """The outcome on both: only what every rank has counts, and the slowest rank sets the time."""
@@ -114,6 +116,7 @@ class LoadOutcome(Struct, frozen=True):
             transfer_s=max(self.transfer_s, other.transfer_s),
             reason=best_reason,
             ranks=self.ranks + other.ranks,
+            took_s=max(self.took_s, other.took_s),
         )
 
 

@@ -29,6 +29,8 @@ class Ended(Struct, frozen=True):
     """Tokens the engine counts as computed: up to the first block that lacks one."""
     untrue: tuple[int, ...]
     """The request's blocks from there on: what they are called in the prefix cache is not what they hold."""
+    took_s: float
+    """How long the step waited for it. When the report comes, the forward pass is over too."""
 
 
 class SyncLoads:
@@ -72,7 +74,7 @@ class SyncLoads:
             return None
         order, table = known
         if outcome.valid_end >= order.end:
-            return Ended(order.end, ())
+            return Ended(order.end, (), outcome.took_s)
         self._rest = REST_CLAIMS
         block = max(outcome.valid_end, order.start) // self._block
-        return Ended(block * self._block, table[block:])
+        return Ended(block * self._block, table[block:], outcome.took_s)
