@@ -399,7 +399,7 @@ class Ledger:
             del self._entries[request_id]
 
     def loaded_now(self, entry: Entry, wait_s: float) -> None:
-        """The request's load is over, after ``wait_s``; it may have ended meanwhile, in the step of a synchronous load."""
+        """The request's load is over, after ``wait_s``; the request may be, too, in the step of a synchronous load."""
         entry.claim = None
         entry.wait_s += wait_s
         self._drop_lease(entry)
