@@ -194,13 +194,20 @@ static void copy_blocks_plain(uint64_t acc[8], uint8_t *to, const uint8_t *from,
 
 #if X86
 
-/* Each loop is written once; `store` is a constant wherever it is inlined. */
-enum store { NOTHING, CACHED, STREAMED };
+/* Each loop is written once; `store` is a constant wherever it is inlined. SHIFTED: streamed, to a place that is aligned to
+ * 8 bytes only. What is stored there is put together from the registers that were hashed, never loaded again. */
+enum store { NOTHING, CACHED, STREAMED, SHIFTED };
 
 __attribute__((target("avx512f"), always_inline)) static inline void loop_avx512(
     uint64_t acc[8], uint8_t *to, const uint8_t *from, size_t count, const struct xxh3_next *next, enum store store) {
     const __m512i prime = _mm512_set1_epi64(P32_1), last = _mm512_loadu_si512(SCRAMBLE_SECRET);
     __m512i lanes = _mm512_loadu_si512(acc);
+    /* SHIFTED: words in front of the first aligned line; a line is the end of one stripe and the start of the next. */
+    const size_t front = store == SHIFTED ? (STRIPE - (uintptr_t)to % STRIPE) / 8 : 0;
+    const __mmask8 in_front = (__mmask8)((1u << front) - 1);
+    const __m512i line = _mm512_add_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64((long long)front));
+    __m512i before = _mm512_setzero_si512();
+    int begun = 0;
     for (; count; count--, from += XXH3_BLOCK, to += store == NOTHING ? 0 : XXH3_BLOCK) {
         const uint8_t *ahead = ahead_of(from, count, next->from);
         if (store != NOTHING && (uintptr_t)to % PAGE < XXH3_BLOCK)
@@ -211,6 +218,14 @@ __attribute__((target("avx512f"), always_inline)) static inline void loop_avx512
             __m512i data = _mm512_loadu_si512(from + n * STRIPE);
             if (store == CACHED) _mm512_storeu_si512(to + n * STRIPE, data);
             if (store == STREAMED) _mm512_stream_si512((__m512i *)(to + n * STRIPE), data);
+            if (store == SHIFTED) {
+                if (n || begun)
+                    _mm512_stream_si512((__m512i *)(to + n * STRIPE - STRIPE + 8 * front),
+                                        _mm512_permutex2var_epi64(before, line, data));
+                else
+                    _mm512_mask_storeu_epi64(to, in_front, data);
+                before = data;
+            }
             __m512i value = _mm512_xor_si512(data, _mm512_loadu_si512(SECRET + 8 * n));
             __m512i product = _mm512_mul_epu32(value, _mm512_srli_epi64(value, 32));
             __m512i swapped = _mm512_shuffle_epi32(data, (_MM_PERM_ENUM)_MM_SHUFFLE(1, 0, 3, 2));
@@ -219,7 +234,9 @@ __attribute__((target("avx512f"), always_inline)) static inline void loop_avx512
         lanes = _mm512_xor_si512(_mm512_xor_si512(lanes, _mm512_srli_epi64(lanes, 47)), last);
         __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(lanes, 32), prime);
         lanes = _mm512_add_epi64(_mm512_mul_epu32(lanes, prime), _mm512_slli_epi64(high, 32));
+        begun = 1;
     }
+    if (store == SHIFTED && begun) _mm512_mask_storeu_epi64(to - STRIPE, (__mmask8)~in_front, before);
     _mm512_storeu_si512(acc, lanes);
 }
 
@@ -230,8 +247,10 @@ __attribute__((target("avx512f"))) static void blocks_avx512(uint64_t acc[8], co
 
 __attribute__((target("avx512f"))) static void copy_blocks_avx512(uint64_t acc[8], uint8_t *to, const uint8_t *from,
                                                                    size_t count, const struct xxh3_next *next, enum xxh3_store store) {
-    if (store == XXH3_STREAMED)
+    if (store == XXH3_STREAMED && (uintptr_t)to % STRIPE == 0)
         loop_avx512(acc, to, from, count, next, STREAMED);
+    else if (store == XXH3_STREAMED && (uintptr_t)to % 8 == 0)
+        loop_avx512(acc, to, from, count, next, SHIFTED);
     else
         loop_avx512(acc, to, from, count, next, CACHED);
 }
@@ -286,7 +305,7 @@ __attribute__((target("avx2"))) static void blocks_avx2(uint64_t acc[8], const u
 
 __attribute__((target("avx2"))) static void copy_blocks_avx2(uint64_t acc[8], uint8_t *to, const uint8_t *from,
                                                               size_t count, const struct xxh3_next *next, enum xxh3_store store) {
-    if (store == XXH3_STREAMED)
+    if (store == XXH3_STREAMED && (uintptr_t)to % HALF == 0)
         loop_avx2(acc, to, from, count, next, STREAMED);
     else
         loop_avx2(acc, to, from, count, next, CACHED);
@@ -365,7 +384,6 @@ uint64_t xxh3_copy(const struct xxh3_kernel *kernel, uint8_t *to, const uint8_t 
     uint64_t acc[8];
     memcpy(acc, START, sizeof START);
     size_t scrambled = scrambled_bytes(size), tail = size - scrambled;
-    if ((uintptr_t)to % STRIPE) store = XXH3_CACHED;
     kernel->copy_blocks(acc, to, from, scrambled / XXH3_BLOCK, next, store);
     memcpy(to + scrambled, from + scrambled, tail);
     if (tail >= STRIPE) return finished(acc, to + scrambled, to + size - STRIPE, size);

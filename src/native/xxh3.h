@@ -8,7 +8,7 @@
 #define XXH3_BLOCK 1024 /* bytes between two scrambles: 16 stripes of 64 */
 #define XXH3_MID_MAX 240
 
-/* How stores are done. STREAMED ones bypass the caches and need a 64-byte aligned destination. */
+/* How stores are done. STREAMED ones bypass the caches, as far as a kernel can at the destination's alignment. */
 enum xxh3_store { XXH3_CACHED, XXH3_STREAMED };
 
 /* What will be copied or read after this: addresses only, or NULL. */

@@ -88,6 +88,24 @@ def test_a_batch_past_the_caches_is_copied_whole_by_any_number_of_threads(copies
         assert copies.verify(target, u64s(target_at), u64s(sizes), sums, threads) == broken
 
 
+def test_copies_past_the_caches_touch_nothing_around_their_targets_at_any_alignment(copies: Copies) -> None:
+    memory = random_bytes(1 << 20)
+    sizes = [241, 1_024, 1_025, 1_087, 2_049, 5_000, 65_536, 65_600]
+    placed = [(shift, size) for shift in range(65) for size in sizes]
+    slot = (max(sizes) + 128) // 64 * 64
+    target = bytearray(b"\xaa" * (slot * len(placed)))
+    target_at = [index * slot + shift for index, (shift, _) in enumerate(placed)]
+    source_at = [(7 * index) % (len(memory) - size) for index, (_, size) in enumerate(placed)]
+    taken = u64s([size for _, size in placed])
+    assert sum(size for _, size in placed) > 4 << 20, "all of it in one batch: it goes past the caches"
+    sums = copies.copy_sums(target, u64s(target_at), memory, u64s(source_at), taken)
+    wanted = bytearray(b"\xaa" * len(target))
+    for to, at, (_, size) in zip(target_at, source_at, placed, strict=True):
+        wanted[to : to + size] = memory[at : at + size]
+    assert target == wanted
+    assert ints(sums) == [reference(memory[at : at + size]) for at, (_, size) in zip(source_at, placed, strict=True)]
+
+
 def test_pieces_may_be_buffers_of_their_own_on_either_side(copies: Copies) -> None:
     pieces = [random_bytes(size, size) for size in LENGTHS[:15]]
     offsets = [sum(map(len, pieces[:index])) for index in range(len(pieces))]
