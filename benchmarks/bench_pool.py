@@ -8,8 +8,9 @@ lookup  how long a prefix of 512 keys is there: p50 and p99, idle and beside tra
 scale   many small objects: memory of the server for each, and lookups beside a pool that holds few
 crowd   64 clients at once: their total beside the best a single one reaches, and the slowest of them
 
-Within a section contestants take turns, so that a slower minute of the machine meets all of them; bytes are verified
-before anything is timed; peers are stopped (SIGSTOP) while it is not their turn. The last line is JSON.
+Within a section contestants take turns, so that a slower minute of the machine meets all of them; in each turn a round
+is timed, after one that is not; bytes are verified before anything is timed; peers are stopped (SIGSTOP) while it is
+not their turn. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,10 +1,18 @@
-"""Sections ``tcp`` and ``shm``: put and get of batches, beside peers and floors, interleaved."""
+"""Sections ``tcp`` and ``shm``: put and get of batches, beside peers and floors, interleaved.
+
+A contestant's turn is two rounds, of which the second is timed: in the first it meets caches full of another's bytes,
+and processes that the kernel has yet to spread over the processors. Who begins changes from repeat to repeat.
+"""
 
 from __future__ import annotations
 
 import secrets
 import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +24,26 @@ from pool_bench.floors import Memcpy, RawStream, cut, timed
 from pool_bench.peer import Peers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
+
+    from pool_bench.peer import Peer
 
 KIB = 1 << 10
 OURS = "kvrelay"
 INFINISTORE = "does not start without an RDMA device, in its TCP mode either (version 0.2.35)"
 
 Speeds = dict[str, list[float]]
+
+
+class Step(Enum):
+    """What a round is for."""
+
+    VERIFY = auto()
+    WARM = auto()
+    TIME = auto()
+
+
+Round = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
@@ -50,38 +71,59 @@ class Bench:
         """Take a timing, as GB/s."""
         self.speeds.setdefault(name, []).append(self.bytes / seconds / 1e9)
 
-    def both(self, name: str, put: Callable[[], object], get: Callable[[], object], *, verify: bool) -> None:
-        """Time a put and a get; ``verify``: compare the bytes instead of noting the times."""
+    def both(self, name: str, put: Callable[[], object], get: Callable[[], object], *, step: Step) -> None:
+        """A put and a get, which are verified, or timed, or neither."""
         for view in self.target:
             view[: self.size // 2 + 1 : self.size // 2] = b"\0\0"
         seconds = timed(put), timed(get)
-        if verify:
-            if self.target != self.source:
-                raise AssertionError(f"{name}: wrong bytes at {self.size} bytes an object")
-            return
-        self.note(f"{name} put", seconds[0])
-        self.note(f"{name} get", seconds[1])
+        if step is Step.VERIFY and self.target != self.source:
+            raise AssertionError(f"{name}: wrong bytes at {self.size} bytes an object")
+        if step is Step.TIME:
+            self.note(f"{name} put", seconds[0])
+            self.note(f"{name} get", seconds[1])
 
-    def ours(self, client: PoolClient, *, verify: bool) -> None:
+    def ours(self, client: PoolClient, step: Step) -> None:
         """A round of the pool itself."""
         keys = [secrets.token_bytes(32) for _ in self.source]
         items = list(zip(keys, self.source, strict=True))
-        self.both(OURS, lambda: client.put_many(items), lambda: client.get_many(keys, self.target), verify=verify)
+        self.both(OURS, lambda: client.put_many(items), lambda: client.get_many(keys, self.target), step=step)
         client.delete(keys)
 
-    def peers(self, peers: Peers, *, verify: bool) -> None:
-        """A round of every peer."""
-        for peer in list(peers.running):
-            keys = [secrets.token_hex(16) for _ in range(self.count)]
-            try:
-                with peer.turn():
-                    seconds = peer.call("transfer", keys=keys, size=self.size, verify=verify)
-            except RuntimeError as error:
-                peers.drop(peer, error)
-                continue
-            if not verify:
-                self.note(f"{peer.label} put", seconds["put"])
-                self.note(f"{peer.label} get", seconds["get"])
+    def raw(self, stream: RawStream, step: Step) -> None:
+        """A round of the raw stream."""
+        self.both("raw socket", lambda: stream.put(self.source), lambda: stream.get(self.target), step=step)
+
+    def memcpy(self, floor: Memcpy, step: Step) -> None:
+        """A scattered copy, which is a put and a get."""
+        seconds = timed(floor.copy)
+        if step is Step.TIME:
+            self.note("memcpy put", seconds)
+            self.note("memcpy get", seconds)
+
+    def peer(self, peers: Peers, peer: Peer, step: Step) -> None:
+        """A round of a peer."""
+        if peer not in peers.running:
+            return
+        keys = [secrets.token_hex(16) for _ in range(self.count)]
+        try:
+            seconds = peer.call("transfer", keys=keys, size=self.size, verify=step is Step.VERIFY)
+        except RuntimeError as error:
+            peers.drop(peer, error)
+            return
+        if step is Step.TIME:
+            self.note(f"{peer.label} put", seconds["put"])
+            self.note(f"{peer.label} get", seconds["get"])
+
+    def run(self, floors: Sequence[Round], peers: Peers, repeats: int) -> None:
+        """Verify everybody once, then let them take turns. ``floors``: whoever is no peer."""
+        for repeat in range(repeats + 1):
+            contestants: list[tuple[Round, Peer | None]] = [(floor, None) for floor in floors]
+            contestants += [(partial(self.peer, peers, peer), peer) for peer in peers.running]
+            first = repeat % len(contestants)
+            for round_of, peer in contestants[first:] + contestants[:first]:
+                with nullcontext() if peer is None else peer.turn():
+                    for step in (Step.WARM, Step.TIME) if repeat else (Step.VERIFY,):
+                        round_of(step)
 
     def median(self, name: str) -> float | None:
         """GB/s, None if it was not measured."""
@@ -127,16 +169,7 @@ def run_tcp(settings: TransferSettings) -> Section:
         with PoolClient.connect(pool.tcp, name="bench") as client:
             for size in settings.sizes:
                 bench = Bench(size, settings.batch_bytes)
-                for repeat in range(settings.repeats + 1):
-                    verify = repeat == 0
-                    bench.ours(client, verify=verify)
-                    bench.both(
-                        "raw socket",
-                        lambda: raw.put(bench.source),  # noqa: B023 - run at once
-                        lambda: raw.get(bench.target),  # noqa: B023 - run at once
-                        verify=verify,
-                    )
-                    bench.peers(peers, verify=verify)
+                bench.run([partial(bench.ours, client), partial(bench.raw, raw)], peers, settings.repeats)
                 _rows(section, bench, labels)
                 _tcp_goals(section, bench)
         raw.close()
@@ -180,14 +213,7 @@ def run_shm(settings: TransferSettings) -> Section:
                 floor = Memcpy(bench.source, seed=size)
                 floor.check()
                 ways[f"{size // KIB} KiB"] = floor.way
-                for repeat in range(settings.repeats + 1):
-                    verify = repeat == 0
-                    bench.ours(client, verify=verify)
-                    seconds = timed(floor.copy)
-                    if not verify:
-                        bench.note("memcpy put", seconds)
-                        bench.note("memcpy get", seconds)
-                    bench.peers(peers, verify=verify)
+                bench.run([partial(bench.ours, client), partial(bench.memcpy, floor)], peers, settings.repeats)
                 _rows(section, bench, labels)
                 _shm_goals(section, bench)
         section.absent = peers.absent
