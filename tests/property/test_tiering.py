@@ -198,6 +198,12 @@ class TieringMachine(RuleBasedStateMachine):
         self.catalog.trim(ARENA, clean=True)
         self.take()
 
+    @rule()
+    def keep_all(self) -> None:
+        """The arena will be gone: all of it is to go below, and some of it may be, before it is not after all."""
+        self.tiering.keep_all()
+        self.take()
+
     @rule(size=st.integers(1, ARENA), clean=st.booleans())
     def trim(self, size: int, clean: bool) -> None:
         self.catalog.trim(size, clean=clean)

@@ -132,7 +132,8 @@ class PoolService:
         self._announce(f"kvrelay pool ready: {where}, {format_size(arena.size)}, {auth}{shown}")
         try:
             number = await self._signals.get()
-            await self._drain(server, control, number)
+            if await self._drain(server, control, number) and tiers is not None:
+                await self._keep(tiers)
         finally:
             server.stop()
             await serving
@@ -158,30 +159,46 @@ class PoolService:
         admin.start(make_app(control, bridge, metrics.snapshot, self._config.admin_token))
         return admin
 
-    async def _drain(self, server: PoolServer, control: CoreControl, number: signal.Signals) -> None:
-        """Serve what is held until nothing is, the time is up, or a second signal comes."""
-        timeout_s = self._config.settings.drain_timeout_s
+    async def _drain(self, server: PoolServer, control: CoreControl, number: signal.Signals) -> bool:
+        """Serve what is held until nothing is, or the time is up; False: a second signal came."""
         control.drain(on=True)
-        if not _held(server):
+        if held := _held(server):
+            timeout_s = self._config.settings.drain_timeout_s
+            log.info("%s: no new objects are taken; %s: up to %g s", number.name, held, timeout_s)
+        return await self._wait_while(lambda: _held(server), self._config.settings.drain_timeout_s)
+
+    async def _keep(self, tiers: TierService) -> None:
+        """Copy down what is in memory only, if there is to be time for it."""
+        timeout_s = self._config.settings.flush_timeout_s
+        if timeout_s <= 0:
             return
-        log.info("%s: no new objects are taken; %s: up to %g s", number.name, _held(server), timeout_s)
+        tiers.keep_all()
+        if tiers.tiering.keeping:
+            log.info("copying to the tiers what is in memory only: up to %g s", timeout_s)
+        await self._wait_while(lambda: "objects in memory only" if tiers.tiering.keeping else "", timeout_s)
+
+    async def _wait_while(self, held: Callable[[], str], timeout_s: float) -> bool:
+        """Go on while ``held`` says what for, for so long; False: a signal came."""
+        if not held():
+            return True
         again = asyncio.create_task(self._signals.get())
         started = told = time.monotonic()
         try:
-            while held := _held(server):
+            while what := held():
                 now = time.monotonic()
                 if now - started >= timeout_s:
-                    log.warning("cut off: %s", held)
-                    return
+                    log.warning("cut off: %s", what)
+                    return True
                 if now - told >= DRAIN_TELL_S:
                     told = now
-                    log.info("waiting for %s", held)
+                    log.info("waiting for %s", what)
                 await asyncio.wait({again}, timeout=DRAIN_LOOK_S)
                 if again.done():
-                    log.warning("%s again; cut off: %s", again.result().name, held)
-                    return
+                    log.warning("%s again; cut off: %s", again.result().name, what)
+                    return False
         finally:
             again.cancel()
+        return True
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()

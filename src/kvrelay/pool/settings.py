@@ -160,6 +160,9 @@ class PoolSettings(Settings):
     drain_timeout_s: float = Field(
         default=5.0, ge=0, le=3600, description="seconds leases, unsealed objects and answers get at a stop"
     )
+    flush_timeout_s: float = Field(
+        default=0.0, ge=0, le=86_400, description="seconds a stop may take to copy to the tiers what is in memory only"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"
     )

@@ -140,6 +140,22 @@ def test_a_restarted_pool_finds_what_lies_on_its_disk_and_nothing_else(tmp_path:
         assert read_back(client, range(200, 210)) == list(range(200, 210))
 
 
+@pytest.mark.parametrize(("flags", "kept"), [(("--flush-timeout", "60"), 40), ((), 0)], ids=["flush", "no flush"])
+def test_a_stop_copies_down_what_is_in_memory_only_if_it_is_given_time(
+    tmp_path: Path, flags: tuple[str, ...], kept: int
+) -> None:
+    options = (*disk(tmp_path), *flags)
+    with pool_process(tmp_path, size="16MiB", options=options) as pool:
+        with PoolClient.connect(pool.unix, name="c") as client:
+            fill(client, range(40))  # too few for any to be evicted
+        assert pool.terminate() == 0
+    with (
+        pool_process(tmp_path, size="16MiB", options=options) as pool,
+        PoolClient.connect(pool.unix, name="c") as client,
+    ):
+        assert read_back(client, range(40)) == list(range(kept))
+
+
 def test_an_object_of_layers_and_segments_comes_back_as_one(tmp_path: Path) -> None:
     with (
         pool_process(tmp_path, size="16MiB", options=disk(tmp_path)) as pool,

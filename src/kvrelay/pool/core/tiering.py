@@ -120,6 +120,15 @@ class Tiering:
 
     # --- the shell's side ---
 
+    def keep_all(self) -> None:
+        """Copy down all that is in the arena and not below: the arena will be gone. `keeping`: that is not done yet."""
+        self._demoting.keep_all()
+
+    @property
+    def keeping(self) -> bool:
+        """Whether objects are to be copied down, or on their way."""
+        return self._demoting.keeping
+
     def take_orders(self) -> list[Order]:
         """What is to be done now."""
         return self._clerk.take_orders()

@@ -124,6 +124,11 @@ class TierService:
         self._core.tick(now)
         self._settle()
 
+    def keep_all(self) -> None:
+        """Have all that is in the arena, and in no tier, copied down; `Tiering.keeping` tells when that is done."""
+        self.tiering.keep_all()
+        self.dispatch()
+
     def states(self) -> list[TierState]:
         """What the tiers tell of themselves."""
         return [tier_state(config, guard) for config, guard in zip(self._configs, self.guards, strict=True)]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 BATCH_BYTES = 8 << 20
 BATCH_OBJECTS = 64
 """At most in one order."""
+PAGE = 1_024
+"""Rows looked at for a page of all objects."""
 MAX_BACKLOG = 1 << 20
 """Sealed objects remembered for eager tiers that are slower than the writers; the oldest are passed over then."""
 
@@ -65,6 +67,8 @@ class Demoting:
         self._eager = [number for number, rules in enumerate(clerk.tiers) if rules.eager]
         self._late = [number for number, rules in enumerate(clerk.tiers) if not rules.eager]
         self._backlog: deque[int] = deque(maxlen=MAX_BACKLOG)
+        self._rest: Iterator[int] | None = None
+        """Rows that are still to be copied down because the arena will be gone."""
         self.damaged: list[int] = []
         """Handles of objects whose bytes turned out not to match their checksums."""
 
@@ -85,12 +89,40 @@ class Demoting:
             self._backlog.extend(self._catalog.handle(row) for row in rows)
             self.pump()
 
+    def keep_all(self) -> None:
+        """Copy all there is down, as there is room: the arena will be gone. `keeping` tells when that is done."""
+        self._rest = self._all()
+        self.pump()
+
+    @property
+    def keeping(self) -> bool:
+        """Whether anything is still to be copied down, or on its way there, for `keep_all`."""
+        return self._rest is not None or bool(self._by_name)
+
+    def _all(self) -> Iterator[int]:
+        cursor = 0
+        while True:
+            rows, cursor = self._catalog.page(None, cursor, PAGE, b"")
+            for handle in [self._catalog.handle(row) for row in memoryview(rows).cast("I")]:
+                row = self._catalog.row_of(handle)
+                if row is not None:  # it may have gone while this waited for room
+                    yield row
+            if not cursor:
+                return
+
     def pump(self) -> None:
-        """Go on with the eager tiers' backlog."""
+        """Go on with what waits for room: the eager tiers' backlog, and all the rest if the arena will be gone."""
         while self._backlog and all(map(self._room, self._eager)):
             row = self._catalog.row_of(self._backlog.popleft())
             if row is not None:
                 self._begin(row, self._eager)
+        tiers = self._late or self._eager
+        while self._rest is not None and all(map(self._room, tiers)):
+            row = next(self._rest, None)
+            if row is None:
+                self._rest = None
+            else:
+                self._begin(row, tiers)
         self._flush()
 
     def _room(self, tier: int) -> bool:
