@@ -25,6 +25,8 @@ TURN_BYTES = 1 << 20
 """What is received, or sent, for one connection before the others have their turn."""
 TURN_S = 0.005
 """For how long one connection's requests are handled before the others have their turn."""
+LEAST_BYTES_S = 256 << 10
+"""A payload takes room in the arena from its first byte on: it must come at this pace, all in all."""
 
 
 class Peer:
@@ -53,6 +55,10 @@ class Peer:
         """Whether too much of its answers waits to be taken."""
         stream = self.stream
         return stream.queued_bytes > MAX_QUEUED_BYTES or stream.queued_message_bytes > MAX_QUEUED_MESSAGE_BYTES
+
+    def is_late(self, now: float, grace_s: float) -> bool:
+        """Whether a payload has been coming for ``grace_s`` longer than it may take."""
+        return self._payload is not None and now - self._begun_at > grace_s + self._payload_bytes / LEAST_BYTES_S
 
     def on_message(self, message: m.Request, payload_bytes: int) -> Payload | None:
         """Hand a request to the core; say where its payload goes."""

@@ -191,6 +191,8 @@ class PoolServer:
                     self._close(peer, f"took none of its answers for {STALL_S:.0f} s")
                 elif peer.reading and peer.stream.amid_message and now - peer.heard_at > STALL_S:
                     self._close(peer, f"sent half a message and nothing more for {STALL_S:.0f} s")
+                elif peer.reading and peer.is_late(now, STALL_S):
+                    self._close(peer, "sends a payload too slowly: what it is for would be held for ever")
                 elif not peer.greeted and quiet > HELLO_S:
                     self._close(peer, f"said no hello within {HELLO_S:.0f} s")
 

@@ -130,6 +130,32 @@ def test_a_peer_that_stalls_inside_a_message_is_disconnected(tmp_path: Path, mon
         eventually(idle, connections=1, unsealed=0, lingering_bytes=0)
 
 
+def trickle(sock: socket.socket, seconds: float) -> None:
+    """Send a byte now and then."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sock.sendall(b"x")
+        time.sleep(0.01)
+
+
+def test_a_payload_that_trickles_does_not_hold_its_room_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never stops: only all of it is too slow."""
+    monkeypatch.setattr("kvrelay.pool.server.STALL_S", 0.3)
+    monkeypatch.setattr("kvrelay.pool.server.SWEEP_S", 0.05)
+    size = 32 << 10
+    with PoolThread(tmp_path) as pool, PoolClient.connect(pool.unix, name="idle") as idle:
+        host, port = pool.tcp.removeprefix("tcp:").split(":")
+        with socket.create_connection((host, int(port)), 10) as slow:
+            slow.sendall(encode(m.Hello(1, [1], "slow")))
+            slow.sendall(encode(m.Put(2, [b"slow"], size.to_bytes(8, "little"), bytes(8)), size))
+            eventually(idle, unsealed=1)
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                trickle(slow, 30.0)
+        eventually(idle, connections=1, unsealed=0, lingering_bytes=0)
+
+
 def test_an_answer_that_cannot_be_sent_ends_its_connection_only(
     pool: PoolThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
