@@ -28,9 +28,10 @@ class _Served:
         self.memory = memoryview(bytearray(batch_bytes))
         self.at = 0
         self.gives = False
+        self.waits = select.EPOLLIN
 
     def readable(self) -> bool:
-        """Take what is there; False: it has left."""
+        """Take what is there, unless it is being given; False: it has left."""
         if self.gives:
             return True
         if self.at == len(self.memory):
@@ -44,14 +45,16 @@ class _Served:
             self.sock.send(b"k")
         return got > 0
 
-    def give(self) -> None:
-        """Send as much as the socket takes."""
+    def give(self) -> int:
+        """Send as much as the socket takes of what was asked for; what to wait for now."""
         try:
-            while self.at < len(self.memory):
+            while self.gives and self.at < len(self.memory):
                 self.at += self.sock.send(self.memory[self.at :])
         except BlockingIOError:
-            return
-        self.at, self.gives = 0, False
+            return select.EPOLLOUT
+        if self.gives:
+            self.at, self.gives = 0, False
+        return select.EPOLLIN
 
 
 def _serve(port: multiprocessing.Queue[int], batch_bytes: int) -> None:
@@ -74,13 +77,13 @@ def _serve(port: multiprocessing.Queue[int], batch_bytes: int) -> None:
                     alive = True
                 except ConnectionError:
                     alive = False
-                if not alive:
+                if alive:
+                    before, client.waits = client.waits, client.give()
+                    if client.waits != before:
+                        poll.modify(number, client.waits)
+                else:
                     poll.unregister(number)
                     served.pop(number).sock.close()
-                    continue
-                if client.gives:
-                    client.give()
-                    poll.modify(number, select.EPOLLOUT if client.gives else select.EPOLLIN)
 
 
 @contextmanager
