@@ -14,7 +14,8 @@ from kvrelay.router.core.fleet import Role, parse_address
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.testing.certificates import Authority, Pair
 from kvrelay.testing.fake_engine import raw, stream
-from kvrelay.testing.raw_http import get, post
+from kvrelay.testing.pouring import Pour
+from kvrelay.testing.raw_http import RawClient, get, post
 from kvrelay.transport.certificates import server_context
 from kvrelay.transport.tls import TlsConfig
 
@@ -64,6 +65,28 @@ async def test_everything_between_router_and_engines_goes_over_tls(
         while not joining.requests:
             assert (await ask(service)).status == 200
     assert not joined.health.failures
+
+
+async def test_connections_are_kept_for_the_next_request(engine: Any, router: Any, authority: Authority) -> None:
+    context = await speaking(authority, "127.0.0.1")
+    prefill, decode = await engine(tls=context), await engine(tls=context)
+    service = await router([prefill], [decode], engine_tls=authority.trusting())
+    for number in range(10):
+        assert (await ask(service, prompt="a" * 2**number, stream=bool(number % 2))).status == 200
+    assert (prefill.num_accepted, decode.num_accepted) == (1, 1)
+
+
+async def test_a_slow_client_holds_the_engine_back(engine: Any, router: Any, authority: Authority) -> None:
+    context = await speaking(authority, "127.0.0.1")
+    decode = await engine(tls=context)
+    piece, count = b"x" * (64 << 10), 512
+    pour = Pour(piece, count, last=None)
+    decode.script(pour)
+    service = await router([await engine(tls=context)], [decode], engine_tls=authority.trusting())
+    async with await RawClient.open(service.port, receive_buffer=64 << 10) as client:
+        client.post("/v1/completions", BODY)
+        assert await pour.held_back() < 16 << 20
+        assert len((await client.answer()).body) == len(piece) * count
 
 
 async def test_a_prompt_of_megabytes_arrives_whole(engine: Any, router: Any, authority: Authority) -> None:
