@@ -54,6 +54,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.seconds <= 600:
         raise ConfigError(f"--seconds {args.seconds:g} is out of range: give 0.1 to 600")
     with connect(args, "bench", map_arena=True) as client:
+        if size * args.batch > client.welcome.arena_bytes:
+            raise ConfigError(
+                f"--batch {args.batch} of --object-size {format_size(size)} does not fit the pool, "
+                f"which has {format_size(client.welcome.arena_bytes)}"
+            )
         print(
             f"{args.address} ({'shared memory' if client.arena is not None else 'socket'}): "
             f"{args.batch} objects of {format_size(size)} a request"

@@ -23,7 +23,7 @@ def serve(config: PoolConfig) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    findings = preflight.check(config, preflight.look())
+    findings = preflight.check(config, preflight.look(tiers=config.tiers))
     if errors := [str(finding) for finding in findings if finding.level == "error"]:
         raise ConfigError(*errors)
     for finding in findings:
@@ -39,7 +39,7 @@ def serve(config: PoolConfig) -> int:
 
 def check(config: PoolConfig) -> int:
     """Print what was looked at. Exit status: 1 if a pool could not start."""
-    findings = preflight.check(config, preflight.look())
+    findings = preflight.check(config, preflight.look(tiers=config.tiers))
     for finding in findings:
         print(f"{finding.level:8} {finding.name:14} {finding.told}")
         if finding.mend:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvrelay import hostmemory
@@ -16,10 +17,10 @@ from kvrelay.sizes import format_size, parse_size
 from kvrelay.transport.memory import LOCK_MEND, huge_pages_mend, lock_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator
 
     from kvrelay.pool.config import PoolConfig
+    from kvrelay.pool.tiers.config import TierConfig
 
 GOOD_TCP_BUFFER_BYTES = 4 << 20
 """Below this, one connection does not fill a fast link with a round trip of a millisecond."""
@@ -59,10 +60,13 @@ class HostFacts(NamedTuple):
     modules: frozenset[str]
     has_nvidia: bool
     has_rdma: bool
+    tier_room: dict[str, int]
+    """What may lie in a disk tier's directory: what does, and what the file system has left, by its path."""
 
 
-def look(root: Path = hostmemory.ROOT) -> HostFacts:
-    """Read the machine. ``root``: where ``proc``, ``sys`` and ``dev`` are."""
+def look(root: Path = hostmemory.ROOT, *, tiers: Iterable[TierConfig] = ()) -> HostFacts:
+    """Read the machine, and the disks of its ``tiers``. ``root``: where ``proc``, ``sys`` and ``dev`` are."""
+    rooms = {tier.path: _tier_room(Path(tier.path)) for tier in tiers if tier.kind == "disk"}
     _, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return HostFacts(
         memory=hostmemory.available(root),
@@ -75,6 +79,7 @@ def look(root: Path = hostmemory.ROOT) -> HostFacts:
         modules=frozenset(line.split()[0] for line in _lines(root / "proc/modules")),
         has_nvidia=(root / "proc/driver/nvidia").exists(),
         has_rdma=any((root / "sys/class/infiniband").glob("*")),
+        tier_room={path: room for path, room in rooms.items() if room is not None},
     )
 
 
@@ -89,6 +94,7 @@ def check(config: PoolConfig, host: HostFacts) -> list[Finding]:
         *_tcp(config, host),
         *_dev_shm(config, host),
         *_peermem(config, host),
+        *_tiers(config, host),
         *_tokens(config),
     ]
 
@@ -190,6 +196,18 @@ def _peermem(config: PoolConfig, host: HostFacts) -> Iterator[Finding]:
         yield Finding("warning", "GPUDirect", told, f"`modprobe {PEERMEM[0]}` (older drivers: `modprobe {PEERMEM[1]}`)")
 
 
+def _tiers(config: PoolConfig, host: HostFacts) -> Iterator[Finding]:
+    for tier in config.tiers:
+        room = host.tier_room.get(tier.path)
+        if room is None or tier.size_bytes is None:
+            continue
+        told = f"{format_size(tier.size_bytes)} for {tier.path}, {format_size(room)} on that disk"
+        if tier.size_bytes > room:
+            yield Finding("warning", "tier", told, "give the tier less: on a full disk it holds less than it was given")
+        else:
+            yield Finding("ok", "tier", told)
+
+
 def _tokens(config: PoolConfig) -> Iterator[Finding]:
     settings = config.settings
     if settings.listen != "none" and not settings.listen.startswith(("127.", "localhost", "[::1]")):
@@ -229,6 +247,16 @@ def _file_system_bytes(directory: Path) -> int | None:
     except OSError:
         return None
     return facts.f_frsize * facts.f_blocks
+
+
+def _tier_room(directory: Path) -> int | None:
+    at = directory.absolute()
+    try:
+        held = sum(file.stat().st_size for file in at.rglob("*") if file.is_file()) if at.is_dir() else 0
+        facts = os.statvfs(next(place for place in (at, *at.parents) if place.exists()))
+    except OSError:
+        return None
+    return held + facts.f_frsize * facts.f_bavail
 
 
 def _lines(file: Path) -> list[str]:

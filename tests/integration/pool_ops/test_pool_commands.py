@@ -88,8 +88,8 @@ def test_bench_that_is_interrupted_leaves_nothing(pool: Served) -> None:
 
 def test_bench_of_more_than_fits_says_what_to_change(pool: Served, kvrelay: Command) -> None:
     done = kvrelay("pool", "bench", pool.unix, "--object-size", "4MiB", "--batch", "64", "--seconds", "1")
-    assert done.returncode == 1
-    assert "give a smaller --batch or --object-size" in done.stderr
+    assert done.returncode == 2
+    assert "--batch 64 of --object-size 4 MiB does not fit the pool, which has" in done.stderr
     with pool.connect() as client:
         assert client.stat()["objects"] == 0
 

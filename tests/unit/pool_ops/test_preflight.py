@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,8 @@ from kvrelay.pool.preflight import Finding, HostFacts, check, look
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvrelay.pool.config import PoolConfig
 
 GIB = 1 << 30
 
@@ -30,6 +33,7 @@ def a_host(**changes: Any) -> HostFacts:
         modules=frozenset(),
         has_nvidia=False,
         has_rdma=False,
+        tier_room={},
     )
     return host._replace(**changes)
 
@@ -75,6 +79,27 @@ def test_each_problem_is_told_with_its_mend(
     assert told in finding.told
     assert mend in finding.mend
     assert str(finding) == f"{finding.name}: {finding.told}; {finding.mend}"
+
+
+def test_a_tier_that_its_disk_cannot_hold_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in it already counts as room: it is the tier's own."""
+    facts = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: facts)
+    path = str(tmp_path / "tier")
+    free = facts.f_frsize * facts.f_bavail
+    flags = {"tiers": [{"kind": "disk", "path": path, "size": str(free + 100)}]}
+    config = resolve(flags, {})
+    (finding,) = found(flags, look_at_tier(config))
+    assert (finding.level, finding.name) == ("warning", "tier")
+    assert "give the tier less" in finding.mend
+    write(tmp_path, {"tier/region": "x" * 100})
+    assert look_at_tier(config).tier_room == {path: free + 100}
+    assert found(flags, look_at_tier(config)) == []
+
+
+def look_at_tier(config: PoolConfig) -> HostFacts:
+    """A good machine with the disk of this one."""
+    return a_host(tier_room=look(tiers=config.tiers).tier_room)
 
 
 @pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem"])
