@@ -1,8 +1,8 @@
 """Section ``scale``: many small objects in one pool. What each costs the server, and what they cost a lookup.
 
-Two servers: one holds few objects, one many; lookups of random keys go to them in turn. The server's memory is what is
-its own (``RssAnon``; the arena is shared memory and not in it), its index for clients' lookups, which is shared memory
-too, and what the arena loses to rounding.
+Two servers: one holds few objects, one many; lookups of random keys go to them in turn, from the index and, apart,
+asked of the pool. The server's memory is what is its own (``RssAnon``; the arena is shared memory and not in it), its
+index for clients' lookups, which is shared memory too, and what the arena loses to rounding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrelay.bench.report import median, percentile
 from kvrelay.bench.section import Goal, Section
@@ -20,6 +21,9 @@ from kvrelay.client.blocking import PoolClient
 from kvrelay.testing.pool import pool_process
 from pool_bench.floors import timed
 from pool_bench.lookup import BEST, num_sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 OBJECT_BYTES = 64
 FEW = 10_000
@@ -95,7 +99,7 @@ def run_scale(settings: ScaleSettings) -> Section:
                 f"given up after {trial:,} objects: all of them would take {expected / 2**30:.1f} GiB of the server"
             )
             section.rows.append(["bytes an object after the trial", f"{expected / count:.0f}"])
-            section.goals = _goals(count, expected / count, None)
+            section.goals = _goals(count, expected / count, None, None)
             return section
         _store(large, trial, count)
         seconds = time.monotonic() - start
@@ -105,32 +109,46 @@ def run_scale(settings: ScaleSettings) -> Section:
         own = (anonymous_bytes(many.process.pid) - empty) / count
         index = stat["index_bytes"] / count
         slack = (stat["arena_bytes"] - stat["free_bytes"]) / count - OBJECT_BYTES
-        rng = random.Random(1)
-        times: dict[str, list[float]] = {"few": [], "many": []}
-        for repeat in range(LOOKUPS + 1):
-            for name, client, held in (("few", small, min(FEW, count)), ("many", large, count)):
-                keys = [key_of(rng.randrange(held)) for _ in range(KEYS)]
-                if repeat == 0:
-                    _check(client, keys)
-                times[name].append(timed(lambda: num_sealed(client, keys)))  # noqa: B023 - run at once
-    few_us, many_us = median(times["few"][1:]) * 1e6, median(times["many"][1:]) * 1e6
+        times = _lookups({"few": (small, min(FEW, count)), "many": (large, count)})
+        with (
+            PoolClient.connect(few.unix, name="asking", transport="tcp") as few_asked,
+            PoolClient.connect(many.unix, name="asking", transport="tcp") as many_asked,
+        ):
+            times |= _lookups({"few, asked": (few_asked, min(FEW, count)), "many, asked": (many_asked, count)})
+    us = {name: median(seconds) * 1e6 for name, seconds in times.items()}
     section.figures = {
         "objects": count,
         "bytes an object, the server's own": round(own, 1),
         "bytes an object, in the index": round(index, 1),
         "bytes an object, lost to rounding": round(slack, 1),
         "objects stored a second": round(count / seconds),
-        f"{BEST} of {KEYS} keys, {FEW:,} objects, us": round(few_us, 1),
-        f"{BEST} of {KEYS} keys, {count:,} objects, us": round(many_us, 1),
-        f"{BEST} p99, {count:,} objects, us": round(percentile(times["many"][1:], 99) * 1e6, 1),
+        f"{BEST} of {KEYS} keys, {FEW:,} objects, us": round(us["few"], 1),
+        f"{BEST} of {KEYS} keys, {count:,} objects, us": round(us["many"], 1),
+        f"{BEST} p99, {count:,} objects, us": round(percentile(times["many"], 99) * 1e6, 1),
+        f"the same asked of the pool, {FEW:,} objects, us": round(us["few, asked"], 1),
+        f"the same asked of the pool, {count:,} objects, us": round(us["many, asked"], 1),
     }
     section.rows = [[name, f"{value:,}"] for name, value in section.figures.items()]
-    section.goals = _goals(count, own + index + slack, many_us / few_us)
+    section.goals = _goals(count, own + index + slack, us["many"] / us["few"], us["many, asked"] / us["few, asked"])
     return section
 
 
-def _goals(count: int, per_object: float, slowdown: float | None) -> list[Goal]:
+def _lookups(pools: Mapping[str, tuple[PoolClient, int]]) -> dict[str, list[float]]:
+    """Seconds of lookups of random keys, the pools in turn, by the pool's name. ``pools``: clients, objects held."""
+    rng = random.Random(1)
+    times: dict[str, list[float]] = {name: [] for name in pools}
+    for repeat in range(LOOKUPS + 1):
+        for name, (client, held) in pools.items():
+            keys = [key_of(rng.randrange(held)) for _ in range(KEYS)]
+            if repeat == 0:
+                _check(client, keys)
+            times[name].append(timed(lambda: num_sealed(client, keys)))  # noqa: B023 - run at once
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def _goals(count: int, per_object: float, slowdown: float | None, asked: float | None) -> list[Goal]:
     return [
         Goal(f"server memory an object beyond its payload, {count:,} objects, bytes", 200, per_object, False),
         Goal(f"lookup among {count:,} / lookup among {FEW:,}", 1.3, slowdown, False),
+        Goal(f"lookup asked of the pool among {count:,} / among {FEW:,}", 1.3, asked, False),
     ]

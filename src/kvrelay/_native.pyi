@@ -65,6 +65,10 @@ def index_exists(
     table: ReadableBuffer, marks: WriteableBuffer, descriptor: int, keys: Sequence[bytes], /
 ) -> list[bool] | None: ...
 
+class Mapping:
+    def __new__(cls, descriptor: int, size_bytes: int, writable: bool) -> Self: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 class Pages:
     def __init__(
         self,

@@ -3,6 +3,7 @@
 #include "catalog.h"
 #include "http.h"
 #include "lookups.h"
+#include "mapping.h"
 #include "pages.h"
 #include "payload.h"
 
@@ -60,6 +61,7 @@ static int fill(PyObject *module) {
     if (PyModule_AddFunctions(module, http_methods) < 0) return -1;
     if (PyModule_AddFunctions(module, lookup_methods) < 0) return -1;
     if (PyModule_AddType(module, &CatalogType) < 0) return -1;
+    if (PyModule_AddType(module, &mapping_type) < 0) return -1;
     if (PyModule_AddType(module, &pages_type) < 0) return -1;
     return PyModule_AddType(module, &payload_type);
 }

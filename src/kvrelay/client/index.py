@@ -6,13 +6,12 @@ is about to expire, the pool keeps it no more, there are lower tiers to be asked
 
 from __future__ import annotations
 
-import mmap
 import os
 from typing import TYPE_CHECKING, Self
 
 from kvrelay.client.core.names import PrefixCount
 from kvrelay.native import native
-from kvrelay.transport.index import clock
+from kvrelay.transport.index import clock, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +25,7 @@ can_look = native is not None
 class SharedIndex:
     """A tenant's index, mapped: ``table`` to be read, ``marks`` to be written. Any thread may ask."""
 
-    def __init__(self, table: mmap.mmap, marks: mmap.mmap, *, tiered: bool) -> None:
+    def __init__(self, table: memoryview, marks: memoryview, *, tiered: bool) -> None:
         self._table = table
         self._marks = marks
         self._tiered = tiered
@@ -40,8 +39,8 @@ class SharedIndex:
             if sizes != (reply.table_bytes, reply.marks_bytes) or not can_look or reply.clock != clock():
                 return None
             return cls(
-                mmap.mmap(table, sizes[0], mmap.MAP_SHARED, mmap.PROT_READ),
-                mmap.mmap(marks, sizes[1], mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE),
+                mapped(table, sizes[0], writable=False),
+                mapped(marks, sizes[1], writable=True),
                 tiered=reply.tiered,
             )
         except (OSError, ValueError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay import __version__
 from kvrelay.errors import ConfigError, KvRelayError
+from kvrelay.native import native
 from kvrelay.pool.core.actions import Close, Send, SendArena, SendData, SendIndex
 from kvrelay.pool.core.pool import PoolCore
 from kvrelay.pool.handshakes import Handshakes
@@ -165,7 +166,7 @@ class PoolServer:
 
     def _show_indexes(self) -> None:
         """Keep an index for each tenant that may share memory, if there is a socket to send descriptors over."""
-        if not self._index or not any(address.is_unix for _, address in self._listeners):
+        if native is None or not self._index or not any(address.is_unix for _, address in self._listeners):
             return
         for number, tenant in self.core.tenants:
             if not tenant.shm:

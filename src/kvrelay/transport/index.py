@@ -11,9 +11,13 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from kvrelay.native import native
 from kvrelay.transport.shm import seal_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LEAST_OBJECT_BYTES = 64
 """An object takes no less of an arena."""
@@ -31,19 +35,30 @@ def clock() -> str:
         return ""
 
 
+def mapped(fd: int, size: int, *, writable: bool) -> memoryview:
+    """A file's memory, mapped for as long as somebody has a view of it, where huge pages of it can be.
+
+    Raises:
+        OSError: the system does not let us.
+    """
+    assert native is not None
+    return memoryview(native.Mapping(fd, size, writable))
+
+
 class IndexMemory:
     """A tenant's two files, as its pool has them: mapped read-write as ``table`` and ``marks``."""
 
-    def __init__(self, descriptors: tuple[int, int], sizes: tuple[int, int]) -> None:
+    def __init__(self, descriptors: tuple[int, int], sizes: tuple[int, int], views: Sequence[memoryview]) -> None:
         self.descriptors = descriptors
         """To be sent to clients: of the table, read-only, and of the marks."""
         self.sizes = sizes
-        self.table: memoryview
-        self.marks: memoryview
+        self.table, self.marks = views
 
     @classmethod
     def create(cls, arena_bytes: int) -> Self:
         """Make files for all the objects there could be in an arena.
+
+        Only where the native module is: without it nobody keeps an index.
 
         Raises:
             OSError: the system does not let us.
@@ -52,20 +67,19 @@ class IndexMemory:
         bits = min(max(buckets.bit_length(), LEAST_BITS), MOST_BITS)
         sizes = BUCKET_BYTES << (bits + 1), max(1 << (bits + 1), mmap.PAGESIZE)
         with contextlib.ExitStack() as undo:
-            mappings, descriptors = [], []
+            views: list[memoryview] = []
+            descriptors: list[int] = []
             for name, size in zip(("kvrelay-table", "kvrelay-marks"), sizes, strict=True):
                 fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 undo.callback(os.close, fd)
                 os.ftruncate(fd, size)
                 seal_size(fd)
-                mappings.append(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE))
+                views.append(mapped(fd, size, writable=True))
                 descriptors.append(fd)
             reading = os.open(f"/proc/self/fd/{descriptors[0]}", os.O_RDONLY | os.O_CLOEXEC)
             undo.pop_all()
         os.close(descriptors[0])
-        made = cls((reading, descriptors[1]), sizes)
-        made.table, made.marks = (memoryview(mapping) for mapping in mappings)
-        return made
+        return cls((reading, descriptors[1]), sizes, views)
 
     def close(self) -> None:
         """Give the descriptors back. The memory stays for as long as somebody has it mapped."""

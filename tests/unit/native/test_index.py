@@ -14,7 +14,7 @@ import pytest
 from kvrelay.client.index import SharedIndex
 from kvrelay.native import native
 from kvrelay.pool.core.catalog import Catalog, LookedUp
-from kvrelay.transport.index import IndexMemory, clock
+from kvrelay.transport.index import IndexMemory, clock, mapped
 from kvrelay.wire import limits
 from kvrelay.wire import messages as m
 
@@ -267,6 +267,24 @@ def test_clients_can_read_the_table_only(shown: Shown) -> None:
     for fd in (table, marks):
         with pytest.raises(OSError, match=r"Operation not permitted|Invalid argument"):
             os.ftruncate(fd, 0)
+
+
+def test_a_file_is_mapped_for_reading_or_for_both_and_for_as_long_as_it_is_looked_at(shown: Shown) -> None:
+    fd, size = shown.memory.descriptors[1], shown.memory.sizes[1]
+    one, other = mapped(fd, size, writable=True), mapped(fd, size, writable=False)
+    one[-1] = 7
+    assert other[-1] == 7
+    assert other.readonly
+    assert len(other) == size
+    part = one[-1:]
+    del one
+    assert part[0] == 7
+    with pytest.raises(OSError, match="Permission denied"):
+        mapped(shown.memory.descriptors[0], shown.memory.sizes[0], writable=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        mapped(-1, size, writable=False)
+    with pytest.raises(ValueError, match="no whole pages"):
+        mapped(fd, 100, writable=False)
 
 
 def test_an_index_of_another_clock_or_size_is_not_used(shown: Shown) -> None:
