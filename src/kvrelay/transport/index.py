@@ -1,6 +1,7 @@
 """The memory of a pool's lookup indexes: for each tenant two files without a name, shared with clients of this host.
 
-The **table** says what the tenant has. Its pool writes it; the descriptor that clients are given lets them read only.
+The **table** says what the tenant has. Its pool writes it; the descriptor that clients are given lets them read only,
+and open it anew for writing only if they run as the pool's user or as root, who could write to the pool's own memory.
 In the **marks** clients note what they found and count their lookups. Both are sparse, as large as the index could ever
 become, and their sizes are sealed. What lies in them: ``src/native/index.h``.
 """
@@ -74,6 +75,7 @@ class IndexMemory:
                 undo.callback(os.close, fd)
                 os.ftruncate(fd, size)
                 seal_size(fd)
+                os.fchmod(fd, 0o400)  # a descriptor for reading is not opened anew, by other users, for writing
                 views.append(mapped(fd, size, writable=True))
                 descriptors.append(fd)
             reading = os.open(f"/proc/self/fd/{descriptors[0]}", os.O_RDONLY | os.O_CLOEXEC)

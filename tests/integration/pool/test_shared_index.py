@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -13,10 +14,12 @@ import pytest
 from kvrelay.client import connection
 from kvrelay.client.aio import AsyncPoolClient
 from kvrelay.client.blocking import PoolClient
+from kvrelay.client.index import SharedIndex
 from kvrelay.errors import BadRequestError, PoolUnavailableError
 from kvrelay.native import native
 from kvrelay.pool.core.tenants import Tenant
 from kvrelay.testing.pool import PoolProcess, PoolThread, pool_process
+from kvrelay.transport.index import IndexMemory
 from kvrelay.wire import messages as m
 
 if TYPE_CHECKING:
@@ -94,6 +97,30 @@ def test_what_has_expired_is_not_seen(client: PoolClient) -> None:
     while time.monotonic() < end:
         client.exists([b"short"])
     assert client.exists([b"short"]) == [False]
+
+
+def test_nonsense_that_a_client_writes_spoils_numbers_and_ends_no_connection(
+    pool: PoolThread, client: PoolClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks: list[memoryview] = []
+
+    class Kept(SharedIndex):
+        def __init__(self, table: memoryview, marks_: memoryview, *, tiered: bool) -> None:
+            super().__init__(table, marks_, tiered=tiered)
+            marks.append(marks_)
+
+    monkeypatch.setattr(connection, "SharedIndex", Kept)
+    client.put_many([(b"a", b"bytes")])
+    client.match_prefix([b"a", b"b"])
+    with PoolClient.connect(pool.unix, name="rogue"):
+        marks[0][:24] = b"\xff" * 24
+    assert client.stat()["matched"] > 0
+
+
+def test_other_users_may_not_open_the_table_for_writing() -> None:
+    memory = IndexMemory.create(1 << 20)
+    assert os.fstat(memory.descriptors[0]).st_mode & 0o377 == 0
+    memory.close()
 
 
 def test_a_key_that_is_none_is_refused_as_ever(client: PoolClient) -> None:
