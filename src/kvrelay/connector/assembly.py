@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from kvrelay.connector.worker_side import WorkerSide
 from kvrelay.errors import ConfigError
 from kvrelay.identity.digests import DigestCache, default_cache_file
 from kvrelay.identity.weights import weights_identity
+from kvrelay.launch import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -197,7 +199,9 @@ def _watch(vllm_config: VllmConfig, adapters: Adapters, side: SchedulerSide) -> 
 
 def _weights(vllm_config: VllmConfig) -> str:
     cache = DigestCache(default_cache_file(os.environ))
-    return weights_identity(compat.model_folder(vllm_config), cache)
+    # The engine has read its weights by now. Where it has a process of its own, it has since that began.
+    begun = kernel.began_at() if multiprocessing.parent_process() is not None else None
+    return weights_identity(compat.model_folder(vllm_config), cache, begun=begun)
 
 
 def build_worker(

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-PARENT, SESSION = 1, 3
-"""Fields of ``/proc/PID/stat`` after the parenthesised name: state, parent, group, session."""
+PARENT, SESSION, BEGAN = 1, 3, 19
+"""Fields of ``/proc/PID/stat`` after the parenthesised name: state, parent, group, session, ..., clock ticks."""
 
 
 def descendants(root: int) -> set[int]:
@@ -39,6 +40,12 @@ def signal_each(pids: set[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def began_at() -> float:
+    """When this process began: Unix seconds, by the clock as it is now."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[BEGAN])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def adopt_orphans() -> None:

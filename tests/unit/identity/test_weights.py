@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from kvrelay.identity import digests
 from kvrelay.identity.core.chunks import chain_seed, prompt_chunks
 from kvrelay.identity.core.namespace import namespace
 from kvrelay.identity.digests import DigestCache, default_cache_file
-from kvrelay.identity.weights import weights_identity
+from kvrelay.identity.weights import CLOCKS_S, weights_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,3 +183,46 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(
     monkeypatch.setattr(json, "dump", full)
     assert identity(model, cache_file)
     assert list(cache_file.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["in place", "renamed over", "linked elsewhere", "model linked elsewhere"])
+def test_weights_that_came_after_the_engine_began_are_none_it_can_be_known_by(
+    model: Path, cache_file: Path, how: str
+) -> None:
+    """1. The engine begins, and reads its weights. 2. They are replaced. 3. It asks what they are called."""
+    shard, named = model / "model-00002-of-00002.safetensors", model
+    if how == "linked elsewhere":
+        shard.rename(shard.with_suffix(".1"))
+        shard.symlink_to(shard.with_suffix(".1"))
+    elif how == "model linked elsewhere":
+        named = model.with_name("current")
+        named.symlink_to(model)
+        shutil.copytree(model, model.with_name("next"))
+    begun = max(file.lstat().st_ctime for file in (*model.iterdir(), *model.parent.iterdir())) + 0.001
+    cache = DigestCache(cache_file, now=lambda: LATER)
+    assert weights_identity(str(named), cache, begun=begun)
+    begun -= CLOCKS_S
+    until_files_are_written_after(begun + CLOCKS_S, model.with_name("probe"))
+    if how == "in place":
+        seen = shard.stat()
+        change_byte(shard)
+        os.utime(shard, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    elif how == "renamed over":
+        shutil.copy2(shard, model / "new")
+        (model / "new").replace(shard)
+    else:
+        link, target = (
+            (shard, shard.with_suffix(".2")) if how == "linked elsewhere" else (named, model.with_name("next"))
+        )
+        link.with_name("link").symlink_to(target)
+        link.with_name("link").replace(link)
+        if how == "linked elsewhere":
+            shutil.copy2(shard.with_suffix(".1"), target)
+    with pytest.raises(ConfigError, match="start it again"):
+        weights_identity(str(named), cache, begun=begun)
+
+
+def until_files_are_written_after(moment: float, probe: Path) -> None:
+    """Their clock is that of the kernel's ticks."""
+    while not probe.exists() or probe.stat().st_ctime <= moment:
+        probe.write_text("")
