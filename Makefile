@@ -77,7 +77,7 @@ fmt: setup-dev ## format and apply safe fixes
 
 bench: bench-pool bench-handoff bench-router ## the benchmarks at their documented size
 
-bench-pool: setup-dev peers ## the pool beside its peers and the machine's limits (ARGS adds options)
+bench-pool: setup-dev $(if $(findstring --no-peers,$(ARGS)),,peers) ## the pool beside its peers and the machine's limits (ARGS adds options)
 	$(BIN)/python benchmarks/bench_pool.py $(ARGS)
 
 bench-handoff: setup ## hand-overs on real vLLM beside local hits and other connectors (ARGS adds options)

@@ -72,7 +72,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"the engines' KV connector: {', '.join(PROFILES)} (%(default)s)",
     )  # fmt: skip
     serve.add_argument(
-        "--pool", metavar="ADDRESS", help="the kvrelay pool, unix:PATH or tcp:HOST:PORT, for tickets and proofs"
+        "--pool",
+        metavar="ADDRESS",
+        help="the kvrelay pool, unix:PATH, tcp:HOST:PORT or tls:HOST:PORT?ca=FILE, for tickets and proofs",
     )
     serve.add_argument("--pool-token-file", metavar="FILE", help="file with the pool's token (or KVRELAY_POOL_TOKEN)")
     serve.add_argument(

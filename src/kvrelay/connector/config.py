@@ -40,7 +40,7 @@ class ConnectorConfig:
     """Effective values. Times in seconds."""
 
     pool: str
-    """Address of the pool: ``unix:PATH`` or ``tcp:HOST:PORT``."""
+    """Address of the pool: ``unix:PATH``, ``tcp:HOST:PORT`` or ``tls:HOST:PORT?ca=FILE``."""
     engine: str
     """This engine's name: unique among those that use the pool."""
     chunk_tokens: int = 64
@@ -97,7 +97,7 @@ def parse_extra_config(extra: Mapping[str, Any], default_engine: str) -> Connect
     known = {field.name: str(field.type) for field in fields(ConnectorConfig)}
     problems = [_unknown(name, known) for name in sorted(extra.keys() - known.keys())]
     if "pool" not in extra:
-        problems.append("pool is missing: set it to the pool's address, unix:PATH or tcp:HOST:PORT")
+        problems.append("pool is missing: set it to the pool's address, unix:PATH, tcp:HOST:PORT or tls:HOST:PORT")
     values: dict[str, Any] = {"engine": default_engine}
     for name, value in extra.items():
         if name not in known or (value is None and "None" in known[name]):

@@ -13,7 +13,9 @@ import pytest
 from kvrelay.client.blocking import PoolClient
 from kvrelay.connector.core.geometry import RankShare
 from kvrelay.connector.saver import Job
+from kvrelay.testing.certificates import Authority
 from kvrelay.testing.pool import PoolProcess, PoolThread
+from kvrelay.transport.certificates import server_context
 from kvrelay.types import Reason
 
 np = pytest.importorskip("numpy")
@@ -171,6 +173,22 @@ def test_a_load_that_begins_inside_a_chunk_touches_no_slot_but_its_own(
         assert (pages != old).sum() <= written
         untouched = [block for block in range(24) if block not in D_BLOCKS[start // 32 : 7]]
         assert np.array_equal(pages[untouched], old[untouched])
+
+
+def test_a_prompt_arrives_whole_over_tls(tmp_path: Path, make_rank: Make, make_chunks: Make) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.server("127.0.0.1")
+    chunks = make_chunks(TOKENS)
+    with PoolThread(tmp_path, tls=server_context(pair.cert, pair.key)) as pool:
+        address = f"{pool.tcp}?ca={authority.ca}"
+        assert address.startswith("tls:")
+        p, d = make_rank(address), make_rank(address, name="D")
+        p.step(saves=(p.save_order(chunks, P_BLOCKS),))
+        d.step(loads=(d.load_order(chunks, D_BLOCKS),))
+        assert d.loaded().report.loads["r"].valid_end == TOKENS
+        assert same(d.tokens(D_BLOCKS, TOKENS), p.tokens(P_BLOCKS, TOKENS))
+        for rank in (p, d):
+            rank.close()
 
 
 def test_a_prompt_prefilled_in_parts_arrives_whole(address: str, make_rank: Make, make_chunks: Make) -> None:

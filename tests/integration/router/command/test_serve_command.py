@@ -9,9 +9,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
+from kvrelay.testing.certificates import Authority
+from kvrelay.testing.pool import PoolThread
 from kvrelay.testing.router_processes import WAIT_S, ask
+from kvrelay.transport.certificates import server_context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +37,20 @@ def test_it_serves_and_ends_in_order(processes: Processes) -> None:
     assert ask(url).startswith("ho-")
     router.send_signal(signal.SIGTERM)
     assert router.wait(WAIT_S) == 0
+
+
+def test_it_protects_hand_overs_in_a_pool_over_tls(processes: Processes, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.server("127.0.0.1")
+    with PoolThread(tmp_path, token="secret", tls=server_context(pair.cert, pair.key)) as pool:
+        token = tmp_path / "token"
+        token.write_text("secret")
+        given = ("--pool-token-file", str(token), "--ticket-timeout", "10", "--log-level", "debug")
+        _, url = processes.router("--pool", f"{pool.tcp}?ca={authority.ca}", *given)
+        ask(url)
+        told = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
+        assert "kvrelay_router_pool_up 1.0" in told
+        assert 'reason="no_ticket"' not in told
 
 
 def test_sighup_opens_the_access_log_again_and_the_router_goes_on(processes: Processes, tmp_path: Path) -> None:
