@@ -12,7 +12,7 @@ from kvrelay.client.core.session import AbandonedError, Ask, Call, undoing
 from kvrelay.client.core.steps import Start, Transfer
 from kvrelay.errors import DeadlineError, KvRelayError, PoolUnavailableError
 from kvrelay.transport import nixl
-from kvrelay.transport.dial import dial_async, unusable
+from kvrelay.transport.dial import dial_async, unusable, unwelcome
 
 if TYPE_CHECKING:
     import socket
@@ -58,7 +58,10 @@ class AsyncLink(Connection):
             sock.close()
             raise unusable(address, error) from error
         try:
-            client.welcome = await client._run(hello(name, token), timeout_s=timeout_s)
+            try:
+                client.welcome = await client._run(hello(name, token), timeout_s=timeout_s)
+            except PoolUnavailableError as error:
+                raise unwelcome(where, error) from error
             how = transport if map_arena else "tcp"
             client._map(await client._run(reach(client.welcome, how, nixl=nixl.available())))
             client._map_index(await client._run(find_index(client.welcome, wanted=client._can_look)))

@@ -12,7 +12,7 @@ from kvrelay.client.core.steps import Start, Transfer
 from kvrelay.client.lead import Lead
 from kvrelay.errors import BadRequestError, DeadlineError, KvRelayError, PoolUnavailableError
 from kvrelay.transport import nixl
-from kvrelay.transport.dial import dial, unusable
+from kvrelay.transport.dial import dial, unusable, unwelcome
 from kvrelay.wire import messages as m
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ class BlockingLink(Connection):
             sock.close()
             raise unusable(address, error) from error
         try:
-            client.welcome = client._run(hello(name, token), timeout_s=max(0.0, deadline - time.monotonic()))
+            try:
+                client.welcome = client._run(hello(name, token), timeout_s=max(0.0, deadline - time.monotonic()))
+            except PoolUnavailableError as error:
+                raise unwelcome(where, error) from error
             how = transport if map_arena else "tcp"
             client._map(client._run(reach(client.welcome, how, nixl=nixl.available())))
             client._map_index(client._run(find_index(client.welcome, wanted=client._can_look)))

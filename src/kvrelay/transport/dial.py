@@ -70,6 +70,13 @@ async def dial_async(
     return secured, where
 
 
+def unwelcome(where: Address, error: PoolUnavailableError) -> PoolUnavailableError:
+    """What to say of a pool that ended the connection without a word: in the clear, it may have expected TLS."""
+    if where.is_unix or where.tls is not None:
+        return error
+    return PoolUnavailableError(f"{error} without an answer; if it serves with TLS, use tls:HOST:PORT")
+
+
 def _new_socket(where: Address, address: str) -> tuple[socket.socket, str | tuple[str, int]]:
     try:
         return where.new_socket()

@@ -136,6 +136,14 @@ def test_tls_to_a_port_without_it_says_so(tmp_path: Path, authority: Authority) 
         PoolClient.connect(plain.tcp.replace("tcp:", "tls:"), name="test", tls=authority.trusting())
 
 
+async def test_no_tls_to_a_port_with_it_says_so(pool: PoolThread) -> None:
+    clear = pool.tcp.replace("tls:", "tcp:")
+    with pytest.raises(PoolUnavailableError, match="if it serves with TLS, use tls:HOST:PORT"):
+        await AsyncPoolClient.connect(clear, name="test")
+    with pytest.raises(PoolUnavailableError, match="if it serves with TLS, use tls:HOST:PORT"):
+        PoolClient.connect(clear, name="test")
+
+
 def test_certificates_for_an_address_without_tls_are_refused(authority: Authority) -> None:
     with pytest.raises(BadRequestError, match="use tls:HOST:PORT"):
         PoolClient.connect("tcp:127.0.0.1:1", name="test", tls=authority.trusting())
