@@ -40,7 +40,7 @@ class Sizes:
         return f"{self.kv_bytes_per_token * self.cache_tokens >> 20}MiB"
 
 
-SIZES = {"tiny": Sizes(2 << 10, 16 << 10, "256MiB"), "smollm2": Sizes(45 << 10, 6 << 10, "1GiB")}
+SIZES = {"tiny": Sizes(2 << 10, 16 << 10, "256MiB"), "smollm2": Sizes(45 << 10, 4 << 10, "1GiB")}
 
 
 def engine_path() -> str:
