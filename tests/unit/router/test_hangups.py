@@ -13,10 +13,17 @@ if TYPE_CHECKING:
     from kvrelay.router.service import RouterService
 
 
+class Alone:
+    """No other workers."""
+
+    leads = True
+
+
 class Service:
     """A router that notes what it is told."""
 
     def __init__(self) -> None:
+        self.concert = Alone()
         self.applied: list[str] = []
         self.last = asyncio.Event()
 
@@ -50,7 +57,7 @@ async def test_what_was_read_first_does_not_replace_what_was_read_last() -> None
         None, cast("RouterService", service), lambda: cast("RouterConfig", read())
     )  # fmt: skip
     serving.on_hangup()
-    await asyncio.to_thread(slow.wait)
+    assert await asyncio.to_thread(slow.wait, 10)
     file[0] = "new"
     serving.on_hangup()
     async with asyncio.timeout(10):
