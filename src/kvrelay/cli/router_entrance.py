@@ -63,7 +63,7 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
     )
 
 
-def read_engine_tls(args: argparse.Namespace) -> TlsConfig:
+def engine_tls_of(args: argparse.Namespace) -> TlsConfig:
     """What was given of TLS towards engines."""
     return TlsConfig(
         ca=args.engine_tls_ca, cert=args.engine_tls_cert, key=args.engine_tls_key, server_name=args.engine_tls_name

@@ -41,7 +41,7 @@ class FlagParser(argparse.ArgumentParser):
         return known, rest
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
+def add_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--config``."""
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of these settings, read again on SIGHUP; flags count more"

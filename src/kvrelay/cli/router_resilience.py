@@ -14,40 +14,40 @@ _DEFAULTS = Resilience()
 _ADMIN = AdminSettings()
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
-    parser.add_argument(
+def add_arguments(serve: argparse.ArgumentParser) -> None:
+    """Add them."""
+    serve.add_argument(
         "--request-timeout", type=float, default=_DEFAULTS.request_timeout_s, metavar="S",
         help="for a request as a whole, 0 for any time (%(default)g)",
     )  # fmt: skip
-    parser.add_argument(
+    serve.add_argument(
         "--first-byte-timeout", type=float, default=_DEFAULTS.first_byte_timeout_s, metavar="S",
         help="from a decode leg's sending to a stream's first byte, 0 for --decode-timeout (%(default)g)",
     )  # fmt: skip
-    parser.add_argument(
+    serve.add_argument(
         "--probe-interval", type=float, default=_DEFAULTS.probe_interval_s, metavar="S",
         help="between two looks at an engine's /health, 0 for none (%(default)g)",
     )  # fmt: skip
-    parser.add_argument(
+    serve.add_argument(
         "--retry-share", type=float, default=_DEFAULTS.retry_share, metavar="F",
         help="retries on another engine as a fraction of requests, 0 for none (%(default)g)",
     )  # fmt: skip
-    parser.add_argument(
+    serve.add_argument(
         "--drain-notice", type=float, default=_DEFAULTS.drain_notice_s, metavar="S",
         help="how long to serve on when stopped, with a /health that says so (%(default)g)",
     )  # fmt: skip
-    parser.add_argument(
+    serve.add_argument(
         "--admin-port", type=int, metavar="N", help="port of the admin HTTP API, 0 for a free one (no admin API)"
     )
-    parser.add_argument(
+    serve.add_argument(
         "--admin-host", default=_ADMIN.host, help="address it listens on (%(default)s); keep it on loopback"
     )
-    parser.add_argument(
+    serve.add_argument(
         "--admin-token-file", metavar="FILE", help=f"file with the bearer token it asks for (or {TOKEN_VARIABLE})"
     )
 
 
-def read(args: argparse.Namespace) -> Resilience:
+def settings_of(args: argparse.Namespace) -> Resilience:
     """What was given."""
     return Resilience(
         request_timeout_s=args.request_timeout,
@@ -58,6 +58,6 @@ def read(args: argparse.Namespace) -> Resilience:
     )
 
 
-def read_admin(args: argparse.Namespace) -> AdminSettings:
+def admin_of(args: argparse.Namespace) -> AdminSettings:
     """What was given."""
     return AdminSettings(port=args.admin_port, host=args.admin_host, token_file=args.admin_token_file)

@@ -1,4 +1,4 @@
-"""The flags of ``kvrelay router serve`` that say where requests go."""
+"""Flags of ``kvrelay router serve`` that say where requests go."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> RoutingSettings:
-    """What they were set to."""
+    """What was given."""
     return RoutingSettings(
         policy=args.policy,
         prefill_policy=args.prefill_policy,

@@ -1,4 +1,4 @@
-"""The flags of ``kvrelay router serve`` about what engines have in their KV caches."""
+"""Flags of ``kvrelay router serve`` about what engines have in their KV caches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> KvSettings:
-    """What they were set to."""
+    """What was given."""
     return KvSettings(
         events=tuple(args.kv_events),
         token_ids=args.token_ids,
