@@ -86,6 +86,8 @@ class Handover:
                     self.detour("no_ticket")
             return await self._go()
         except asyncio.CancelledError:
+            if life.state is State.DONE and self.reply.gone:  # a client that left with the last event
+                return "ok" if self.reply.status < 400 else "client_error"
             if not life.ended and self.reply.gone:
                 router.metrics.cancelled.labels(life.state.name.lower()).inc()
                 self.step(Event.CANCELLED)

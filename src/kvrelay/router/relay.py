@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvrelay.router.core.answers import refusal
 from kvrelay.router.core.events import EventCutter
-from kvrelay.router.errors import UnfinishedStreamError
+from kvrelay.router.errors import EngineError, UnfinishedStreamError
 from kvrelay.router.http.messages import end_to_end, find
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvrelay.router.core.wholeness import StreamEnd
-    from kvrelay.router.errors import EngineError
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers
     from kvrelay.router.http.reply import Reply
 
 EVENT_STREAM = b"text/event-stream"
+END_GRACE_S = 1.0
+"""For an engine that has said its last event to end the stream, when the client has left with that event."""
+END_BYTES = 64 << 10
+"""Of what it may say by then."""
 
 
 class Relay:
@@ -62,6 +67,8 @@ class Relay:
     async def run(self, *, silence_s: float) -> None:
         """Pass the body on to its end. A client that does not keep up holds the engine back.
 
+        A client that leaves once a stream's last event was sent has had all of it: many do not wait for more.
+
         Raises:
             EngineError: the answer broke off; `break_off` ends the client's.
         """
@@ -71,15 +78,20 @@ class Relay:
             reply.flush()
         try:
             await self._call.pipe(self._pass, silence_s=silence_s)
+            reply.fed_by(None)
+            if self._cutter is not None:
+                rest = self._rest()
+                if not self._is_whole:
+                    raise UnfinishedStreamError("the engine ended the stream without saying that it is done")
+                reply.write(self._written(rest), end=self._trailer is None)
+                if self._trailer is not None:
+                    reply.write(await self._trailer())
+        except asyncio.CancelledError:
+            if not (reply.gone and self._has_said_all):
+                raise
+            await self._see_off()
         finally:
             reply.fed_by(None)
-        if self._cutter is not None:
-            rest = self._rest()
-            if not self._is_whole:
-                raise UnfinishedStreamError("the engine ended the stream without saying that it is done")
-            reply.write(self._written(rest), end=self._trailer is None)
-            if self._trailer is not None:
-                reply.write(await self._trailer())
         reply.finish()
 
     def break_off(self, error: EngineError) -> None:
@@ -101,6 +113,12 @@ class Relay:
                 data = data + rest if last else data
         self._reply.write(self._written(data), end=last)
 
+    async def _see_off(self) -> None:
+        """Let the engine end its answer, as it is about to, so that its connection serves the next call."""
+        self._call.resume()
+        with suppress(EngineError):
+            await self._call.read(limit_bytes=END_BYTES, timeout_s=END_GRACE_S)
+
     def _written(self, data: bytes) -> bytes:
         return data if self._rewrite is None else self._rewrite(data)
 
@@ -110,6 +128,11 @@ class Relay:
         if self._end is not None:
             self._end.feed(rest)
         return rest
+
+    @property
+    def _has_said_all(self) -> bool:
+        """Whether the last event of a stream was sent."""
+        return self._cutter is not None and self._end is not None and self._call.status == 200 and self._end.whole
 
     @property
     def _is_whole(self) -> bool:

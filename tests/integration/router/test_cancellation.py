@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvrelay.errors import PoolUnavailableError
-from kvrelay.router import tickets
-from kvrelay.testing.fake_engine import DONE, FakeEngine, hang, stream
+from kvrelay.router import relay, tickets
+from kvrelay.testing.fake_engine import DONE, Exchange, FakeEngine, hang, stream
 from kvrelay.testing.fake_tickets import FakePool
 from kvrelay.testing.raw_http import RawClient, get, post
 
@@ -84,6 +84,110 @@ async def test_while_streaming(trio: Trio) -> None:
         await decode.left_by(1)
     await pool.all_ended()
     assert await cancelled_in(port) == "decoding"
+
+
+# --- a client that leaves with the last event ---
+
+
+async def outcomes(port: int) -> tuple[list[str], list[str]]:
+    """Who was cancelled, and how requests came out, as the metrics have it."""
+    lines = (await get(port, "/metrics")).body.decode().splitlines()
+    asked = [line for line in lines if line.startswith("kvrelay_router_requests_total{") and "/v1/" in line]
+    return [line for line in lines if line.startswith("kvrelay_router_cancelled_total{")], asked
+
+
+async def until_counted(port: int) -> tuple[list[str], list[str]]:
+    """The same, once a request has come out."""
+    async with asyncio.timeout(10):
+        while not (told := await outcomes(port))[1]:
+            pass
+    return told
+
+
+def ok(endpoint: str) -> tuple[list[str], list[str]]:
+    return [], [f'kvrelay_router_requests_total{{endpoint="{endpoint}",outcome="ok"}} 1.0']
+
+
+STOPPED = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+COMPLETED = b'event: response.completed\ndata: {"type":"response.completed"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "last"),
+    [
+        ("/v1/completions", DONE),
+        ("/v1/chat/completions", DONE),
+        ("/v1/messages", STOPPED),
+        ("/v1/responses", COMPLETED),
+        ("/v1/audio/transcriptions", DONE),
+    ],
+)
+async def test_after_the_last_event_it_has_had_its_answer_and_the_engine_keeps_its_connection(
+    trio: Trio, endpoint: str, last: bytes
+) -> None:
+    """1. The last event reaches the client. 2. It leaves, as `openai` does. 3. The engine ends the stream."""
+    _, decode, _, port = trio
+    left = asyncio.Event()
+
+    async def end_late(exchange: Exchange) -> None:
+        exchange.head(200, "text/event-stream; charset=utf-8")
+        exchange.chunk(last)
+        await left.wait()
+        exchange.end()
+
+    decode.script(end_late)
+    async with await RawClient.open(port) as client:
+        client.post(endpoint, {**ASK, "input": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2})
+        await client.head()
+        assert await client.chunk() == last
+    for _ in range(20):  # turns of the loop: the router learns of it
+        await asyncio.sleep(0)
+    left.set()
+    assert await until_counted(port) == ok(endpoint)
+    assert decode.gone == []
+
+
+@pytest.mark.parametrize("headers", ["", "x-kvrelay-proof: yes\r\n", "x-kvrelay-on-lost-kv: reprefill\r\n"])
+async def test_after_the_last_event_an_engine_that_does_not_end_the_stream_is_let_go(
+    trio: Trio, headers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "END_GRACE_S", 0.01)
+    _, decode, pool, port = trio
+    decode.script(stream([DONE], ending="hang"))
+    async with await RawClient.open(port) as client:
+        client.post("/v1/completions", ASK, headers=headers)
+        await client.head()
+        assert await client.chunk() == DONE
+    await decode.left_by(1)
+    assert await until_counted(port) == ok("/v1/completions")
+    await pool.all_ended()
+
+
+async def test_while_the_proof_is_waited_for_behind_the_last_event(trio: Trio) -> None:
+    _, decode, pool, port = trio
+    decode.script(stream([DONE]))
+    async with await RawClient.open(port) as client:
+        client.post("/v1/completions", ASK, headers="x-kvrelay-proof: yes\r\n")
+        await client.head()
+        assert await client.chunk() == DONE
+    assert await until_counted(port) == ok("/v1/completions")
+    assert decode.gone == []
+    await pool.all_ended()
+
+
+async def test_before_the_last_event_is_whole_it_has_not_had_its_answer(trio: Trio) -> None:
+    _, decode, pool, port = trio
+    decode.script(stream([b"data: 1\n\n", b"data: [DONE]"], ending="hang"))
+    async with await RawClient.open(port) as client:
+        client.post("/v1/completions", ASK)
+        await client.head()
+        assert await client.chunk() == b"data: 1\n\n"
+    await decode.left_by(1)
+    await pool.all_ended()
+    assert await cancelled_in(port) == "decoding"
+
+
+# --- the rest ---
 
 
 async def test_by_closing_only_its_sending_side(trio: Trio) -> None:
