@@ -94,6 +94,8 @@ class Profile:
     pool: ClassVar[Pool] = Pool.NONE
     hands_over: ClassVar[bool] = True
     """Whether KV gets from P to D at all. If not, decode engines answer alone and no prefill engine is started."""
+    hands_over_without_pool: ClassVar[bool] = False
+    """Of one with a pool: whether KV gets from P to D while that is away, too."""
     requires: ClassVar[tuple[Requirement, ...]] = ()
     num_ports: ClassVar[int] = 0
     """Free ports each engine needs for it."""

@@ -32,6 +32,7 @@ class Multi(Profile):
 
     name = "multi"
     pool = Pool.PROCESS
+    hands_over_without_pool = True
     requires = (PACKAGE,)
     num_ports = 1
 

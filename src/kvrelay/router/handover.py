@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from kvrelay.router.kv.token_ids import TokenFinder
     from kvrelay.router.proxy import Disaggregator
     from kvrelay.router.reused import ReusedPrompt
-    from kvrelay.router.tickets import Ticket
+    from kvrelay.router.tickets import Ticket, TicketDesk
 
 
 class Handover:
     """One request."""
 
     __slots__ = (
-        "_held", "body", "carried", "described", "early", "in_pool", "outgoing", "prompt", "record", "recovery",
+        "_held", "_without_pool", "body", "carried", "described", "early", "in_pool", "outgoing", "prompt", "record", "recovery",
         "reply", "request", "router", "strangers", "ticket", "wishes",
     )  # fmt: skip
 
@@ -64,6 +64,8 @@ class Handover:
         self.carried: bytes | None = None
         """What the prefill leg gave for the decode leg, as the connector's profile has it."""
         self.ticket: Ticket | None = None
+        self._without_pool = False
+        """Whether a prefill engine would compute for nobody: the pool is away, and nothing else hands over."""
         self._held: Engine | None = None
         """Who may have to be there for the decode side to take the KV."""
         self.strangers = NO_STRANGERS
@@ -83,7 +85,7 @@ class Handover:
             if router.desk is not None:
                 self.ticket = await router.desk.open(self.record, self.body.num_engine_requests)
                 if self.ticket is None:
-                    self.detour("no_ticket")
+                    self._goes_without_ticket(router.desk)
             return await self._go()
         except asyncio.CancelledError:
             if life.state is State.DONE and self.reply.gone:  # a client that left with the last event
@@ -118,7 +120,7 @@ class Handover:
         if bypass:
             self.detour(bypass)
             return await self._answer(prefilling)
-        decode_only = self._goes_alone() or self._asks_first()
+        decode_only = self._without_pool or self._goes_alone() or self._asks_first()
         self.early = begin_early(self, prefills=not decode_only)
         if self._overlaps and not decode_only:
             async with prefilling.beside():
@@ -175,6 +177,11 @@ class Handover:
             return alone
         prefills = self.router.engines.prefills
         return "other_model" if prefills and len(self.strangers[Role.PREFILL]) == len(prefills) else ""
+
+    def _goes_without_ticket(self, desk: TicketDesk) -> None:
+        """What that means: KV may be handed over unprotected through a pool that is slow, through none not at all."""
+        self._without_pool = not (desk.link.up or self.router.profile.hands_over_without_pool)
+        self.detour("pool_away" if self._without_pool else "no_ticket")
 
     def _goes_alone(self) -> bool:
         """Whether the prompt is not worth a prefill engine."""

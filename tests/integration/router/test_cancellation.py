@@ -328,7 +328,7 @@ async def test_requests_go_on_without_a_pool_and_with_it_again(engine: Any, rout
     port = service.port
     answer = await post(port, "/v1/completions", {"prompt": "a"})
     record = (await get(port, f"/kvrelay/handovers/{answer.headers['x-kvrelay-handover']}")).json
-    assert record["detours"] == [{"reason": "no_ticket", "worker": ""}]
+    assert record["detours"] == [{"reason": "pool_away", "worker": ""}]
     there = True
     await asyncio.wait_for(arrived.wait(), 10)
     arrived.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -101,13 +102,51 @@ async def test_a_decode_engine_that_fails_is_not_taken_for_one_that_lacks_someth
     assert legs(stack.decodes[1]) == [("strict", "", 2)]
 
 
-async def test_while_the_pool_is_away_the_prefill_engine_is_asked_first(fleet_of: Any) -> None:
-    stack = await fleet_of(pool=True, settings=FIRST)
+# --- no ticket ---
+
+
+@pytest.mark.parametrize("dispatch", ["sequential", "overlapped", "decode-first"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_while_the_pool_is_away_a_decode_engine_has_it_alone_and_nobody_prefilled(
+    fleet_of: Any, dispatch: str, *, stream: bool
+) -> None:
+    """P could save nothing: what it computed would be for nobody."""
+    stack = await fleet_of(pool=True, settings={"dispatch": dispatch})
     stack.pool.closed = True
+    answer = await stack.ask(LONG, stream=stream)
+    assert (answer.status, stack.asked) == (200, ([0], [1]))
+    assert "x-kvrelay-prefill" not in answer.headers
+    assert legs(stack.decodes[0]) == [("recompute", "", 1)]
+    assert reasons(await stack.record(answer)) == ["pool_away"]
+    assert await stack.metric('kvrelay_router_detours_total{reason="pool_away"} 1.0')
+
+
+@pytest.mark.parametrize(("policy", "status"), [("recompute", 200), ("reprefill", 200), ("fail", 503), ("strict", 503)])
+async def test_while_the_pool_is_away_the_policy_for_lost_kv_decides_whether_it_is_computed_at_all(
+    fleet_of: Any, policy: str, status: int
+) -> None:
+    stack = await fleet_of(pool=True)
+    stack.pool.closed = True
+    answer = await stack.ask(LONG, headers=f"x-kvrelay-on-lost-kv: {policy}\r\n")
+    assert (answer.status, stack.asked) == (status, ([0], [int(status == 200)]))
+
+
+async def test_where_something_else_hands_over_a_prefill_engine_is_asked_without_the_pool_too(fleet_of: Any) -> None:
+    stack = await fleet_of(pool=True, settings={"connector": "multi"})
+    stack.pool.closed = True
+    answer = await stack.ask(LONG)
+    assert (answer.status, stack.asked) == (200, ([1], [1]))
+    assert reasons(await stack.record(answer)) == ["no_ticket"]
+
+
+async def test_while_the_pool_is_slow_the_prefill_engine_is_asked_first(fleet_of: Any) -> None:
+    stack = await fleet_of(pool=True, settings={**FIRST, "ticket_timeout_s": 0.01})
+    stack.pool.hold = asyncio.Event()
     answer = await stack.ask(LONG)
     assert stack.asked == ([1], [1])
     assert legs(stack.decodes[0]) == [("recompute", "P0", 1)]
     assert reasons(await stack.record(answer)) == ["no_ticket"]
+    stack.pool.hold.set()
 
 
 # --- no engine of a role ---
