@@ -118,9 +118,11 @@ def _set_kv_events(args: argparse.Namespace) -> int:
 
 
 def _reload(args: argparse.Namespace) -> int:
-    for what, names in _ask(args, "POST", "/reload").items():
-        if names:
-            print(f"{what}: {', '.join(names)}")
+    changes = {what: names for what, names in _ask(args, "POST", "/reload").items() if names}
+    for what, names in changes.items():
+        print(f"{what}: {', '.join(names)}")
+    if not changes:
+        print("nothing has changed")
     return 0
 
 

@@ -44,8 +44,8 @@ class Handover:
     """One request."""
 
     __slots__ = (
-        "_held", "_without_pool", "body", "carried", "described", "early", "in_pool", "outgoing", "prompt", "record", "recovery",
-        "reply", "request", "router", "strangers", "ticket", "wishes",
+        "_held", "_without_pool", "body", "carried", "described", "early", "in_pool", "outgoing", "prompt", "record",
+        "recovery", "reply", "request", "router", "strangers", "ticket", "wishes",
     )  # fmt: skip
 
     def __init__(

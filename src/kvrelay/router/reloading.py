@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvrelay.errors import ConfigError
 from kvrelay.router.core.standing import Live
+from kvrelay.router.setting_names import differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,17 +27,28 @@ class Applied(Struct, frozen=True):
     fleet: Changes
     settings: list[str]
 
+    def told(self) -> str:
+        """For the log."""
+        fleet = self.fleet
+        parts = (
+            ("new engines", fleet.added),
+            ("engines that stay", fleet.kept),
+            ("engines that change their role", fleet.moved),
+            ("engines that leave", fleet.leaving),
+            ("settings with another value", self.settings),
+        )
+        return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names) or "it changes nothing"
+
 
 def changed(old: RouterConfig, new: RouterConfig) -> list[str]:
     """The settings that differ. What the file of keys holds is none: it has a reload of its own."""
-    old, new = (replace(config, entrance=replace(config.entrance, keys=None)) for config in (old, new))
-    return [name for name in old.__struct_fields__ if getattr(old, name) != getattr(new, name)]
+    return [name for _, name in differences(old, new)]
 
 
 def fixed_problems(old: RouterConfig, new: RouterConfig) -> Iterator[str]:
     """What differs and cannot change while the router runs. Values stay untold: some are secrets."""
-    for name in changed(old, new):
-        if name not in LIVE:
+    for field, name in differences(old, new):
+        if field not in LIVE:
             yield f"{name} cannot change while the router runs: leave it as it was, or restart the router"
 
 

@@ -95,7 +95,7 @@ async def test_what_changes_at_the_first_worker_changes_at_all(engines: list[Fak
     await first.concert.settled()
     assert told_of(second) == told_of(first)
     applied = first.apply(replace(first.config, prefills=(), decode_timeout_s=33.0))
-    assert applied.settings == ["prefills", "decode_timeout_s"]
+    assert applied.settings == ["prefill", "decode_timeout"]
     await until(lambda: told_of(second) == told_of(first))
     assert second.config.decode_timeout_s == second._disaggregator.timeouts.decode_s == 33.0
     assert second.fleet.numbers == first.fleet.numbers

@@ -10,13 +10,22 @@ import pytest
 from kvrelay.cli import build_parser, router_file
 from kvrelay.cli.router import settings_of
 from kvrelay.errors import ConfigError
-from kvrelay.router.core.admin import TOKEN_VARIABLE
-from kvrelay.router.reloading import LIVE, as_it_is_now, fixed_problems
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.core.admin import TOKEN_VARIABLE, Admin
+from kvrelay.router.core.kv.settings import KvSettings
+from kvrelay.router.core.observing.forwarding import HeaderSettings
+from kvrelay.router.core.observing.settings import Observing
+from kvrelay.router.core.resilience import Resilience
+from kvrelay.router.core.routing import RoutingSettings
+from kvrelay.router.entrance.settings import EntranceConfig
+from kvrelay.router.entrance.tls import TlsFiles
+from kvrelay.router.fleet_keeper import Changes
+from kvrelay.router.reloading import LIVE, Applied, as_it_is_now, fixed_problems
+from kvrelay.router.setting_names import differences, name_of
+from kvrelay.transport.tls import TlsConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvrelay.router.config import RouterConfig
 
 GOOD = """
 prefill = ["http://p:1"]
@@ -103,9 +112,45 @@ def test_what_cannot_change_while_the_router_runs_is_told_without_its_value(file
     assert list(fixed_problems(config, msgspec.structs.replace(config, decode_timeout_s=1.0))) == []
     changed = msgspec.structs.replace(config, port=9, pool_token="secret")
     problems = list(fixed_problems(config, changed))
-    assert [problem.partition(" ")[0] for problem in problems] == ["port", "pool_token"]
+    assert [problem.partition(" ")[0] for problem in problems] == ["port", "pool_token_file"]
     assert "secret" not in "".join(problems)
     assert set(config.__struct_fields__) >= LIVE
+
+
+def test_what_differs_is_called_as_in_the_file(file: Path) -> None:
+    old = load(file, GOOD)
+    routing = msgspec.structs.replace(old.routing, policy="random")
+    resilience = msgspec.structs.replace(old.resilience, retry_share=0.25, drain_notice_s=1.0)
+    new = msgspec.structs.replace(
+        old, prefills=old.decodes, decode_timeout_s=1.0, routing=routing, resilience=resilience, max_body_bytes=9,
+        admin=Admin(listen="[::1]:9", token="t"),
+    )  # fmt: skip
+    names = [name for _, name in differences(old, new)]
+    live = ["prefill", "decode_timeout", "retry_share", "drain_notice"]
+    fixed = ["max_body_mib", "policy", "admin_host", "admin_port", "admin_token_file"]
+    assert sorted(names) == sorted(live + fixed)
+    assert [problem.partition(" ")[0] for problem in fixed_problems(old, new)] == [n for n in names if n in fixed]
+
+
+def test_every_setting_of_a_configuration_is_called_as_a_flag_is() -> None:
+    """Whatever is added to one: its name must be among the flags'."""
+    flags = {action.dest for action in build_parser().parse_args(["router", "serve"]).parser._actions}
+    full: list[tuple[type[msgspec.Struct], str]] = [
+        (RouterConfig, ""), (RoutingSettings, "routing."), (KvSettings, "kv."), (Observing, "observing."),
+        (HeaderSettings, "observing.headers."), (Resilience, "resilience."), (EntranceConfig, "entrance."),
+        (TlsFiles, "entrance.tls."), (TlsConfig, "engine_tls."),
+    ]  # fmt: skip
+    groups = {prefix.rstrip(".") for _, prefix in full} | {"admin", "entrance.keys", "entrance.num_workers"}
+    paths = {f"{prefix}{field}" for kind, prefix in full for field in kind.__struct_fields__} - groups
+    assert {name_of(path) for path in paths} <= flags
+
+
+def test_what_a_new_configuration_changed_is_told_in_words() -> None:
+    nothing = Changes([], [], [], [])
+    assert Applied(nothing, []).told() == "it changes nothing"
+    assert Applied(Changes(["P1", "D2"], [], [], ["P0"]), ["prefill", "retry_share"]).told() == (
+        "new engines: P1, D2; engines that leave: P0; settings with another value: prefill, retry_share"
+    )
 
 
 def test_a_worker_that_starts_later_begins_with_what_the_others_have_gone_over_to(file: Path) -> None:
