@@ -64,6 +64,18 @@ def plain(cell: str) -> str:
     return cell.replace("`", "").replace("\\|", "|")
 
 
+def test_every_row_of_a_table_has_the_columns_of_its_header(prose: dict[str, str]) -> None:
+    ragged = []
+    for page, text in prose.items():
+        columns = 0
+        for line in text.splitlines():
+            here = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+            if here and columns and here != columns:
+                ragged.append(f"{page}: {line}")
+            columns = here and (columns or here)
+    assert not ragged
+
+
 def test_settings_of_kvrelay_up(tables: Tables) -> None:
     defaults: dict[str, Any] = {}
     for path in leaves():
