@@ -155,7 +155,7 @@ class Decoding:
                 return "error"
             if not isinstance(error, EngineUnreachableError):
                 handover.spend()
-            return Refusal(error.http_status, error.code, f"{engine.name}: {error}")
+            return Refusal(error.http_status, error.code, f"{engine.name}: {error.told}")
 
     def _message(self, engine: Engine) -> Leg:
         handover, record = self._handover, self._handover.record

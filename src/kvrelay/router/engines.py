@@ -209,7 +209,7 @@ class Engines:
         engine, leg, call, metrics = asking.engine, asking.leg, asking.call, self._metrics
         if isinstance(error, EngineError):
             leg.problem = error.code
-            self._failed(engine, error.code)
+            self._failed(engine, error.code, str(error))
         metrics.in_flight[engine.role].dec()
         engine.load.end(asking.num_tokens)
         self._eased.set()
@@ -339,7 +339,7 @@ class Engines:
         for client in self._clients.values():
             client.close()
 
-    def _failed(self, engine: Engine, reason: str) -> None:
+    def _failed(self, engine: Engine, reason: str, told: str = "") -> None:
         self._metrics.engine_failed(engine, reason)
         now = asyncio.get_running_loop().time()
         if engine.health.failed(now):
@@ -347,5 +347,8 @@ class Engines:
                 self.pickers[engine.role].forget(engine)
             rest_s = engine.health.resting_until - now
             logger.warning(
-                "%s fails (%s, last: %s): passed over for %g s", engine.name, engine.address.url, reason, rest_s
-            )
+                "%s fails (%s, last: %s): passed over for %g s",
+                engine.name, engine.address.url, told or reason, rest_s,
+            )  # fmt: skip
+        elif told and engine.health.failures == 1:
+            logger.info("%s has failed: %s", engine.name, told)

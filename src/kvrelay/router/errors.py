@@ -13,12 +13,22 @@ class EngineError(KvRelayError):
     code = "engine"
     http_status = 502
 
+    @property
+    def told(self) -> str:
+        """What clients are told, who need not know where engines are; the error itself is for the log."""
+        return str(self)
+
 
 class EngineUnreachableError(EngineError):
     """No connection: refused, reset while connecting, no route, unknown host."""
 
     code = "unreachable"
     http_status = 503
+
+    @property
+    def told(self) -> str:
+        """Without its address, and what is the matter there."""
+        return "there is no connection to it"
 
 
 class EngineLostError(EngineError):

@@ -121,7 +121,7 @@ class Passthrough:
             if relay is not None:
                 relay.break_off(error)
                 return "error"
-            return Refusal(error.http_status, error.code, f"{engine.name}: {error}")
+            return Refusal(error.http_status, error.code, f"{engine.name}: {error.told}")
 
 
 _NOBODY = Refusal(503, "unreachable", "No engine is there to answer")

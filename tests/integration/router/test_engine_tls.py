@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +101,9 @@ async def test_a_prompt_of_megabytes_arrives_whole(engine: Any, router: Any, aut
 
 @pytest.mark.parametrize("fault", ["authority", "name", "nobody"])
 async def test_an_engine_that_does_not_prove_itself_is_told_nothing(
-    engine: Any, router: Any, authority: Authority, tmp_path: Path, fault: str
+    engine: Any, router: Any, authority: Authority, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.router")
     other = await asyncio.to_thread(Authority, tmp_path, "other")
     names = ("elsewhere.example",) if fault == "name" else ("127.0.0.1",)
     decode = await engine(tls=await speaking(other if fault == "authority" else authority, *names))
@@ -109,8 +111,9 @@ async def test_an_engine_that_does_not_prove_itself_is_told_nothing(
     service = await router([decode.url.replace("127.0.0.1", "localhost")], [decode], engine_tls=trusting)
     answer = await ask(service)
     assert answer.status == 503
-    assert "its certificate is not accepted" in answer.json["error"]["message"]
-    assert "--engine-tls-ca" in answer.json["error"]["message"]
+    assert answer.json["error"]["message"] == "D0: there is no connection to it"
+    assert "its certificate is not accepted" in caplog.text
+    assert "--engine-tls-ca" in caplog.text
     assert not decode.requests
 
 
@@ -138,7 +141,10 @@ async def test_an_engine_that_asks_for_a_certificate_is_shown_one(
     assert (len(prefill.requests), len(decode.requests)) == (1, 1)
 
 
-async def test_what_does_not_speak_tls_is_told_nothing_in_the_clear(router: Any, authority: Authority) -> None:
+async def test_what_does_not_speak_tls_is_told_nothing_in_the_clear(
+    router: Any, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.router")
     heard = bytearray()
 
     async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,7 +160,8 @@ async def test_what_does_not_speak_tls_is_told_nothing_in_the_clear(router: Any,
     answer = await ask(service)
     server.close()
     assert answer.status == 503
-    assert "it does not speak TLS" in answer.json["error"]["message"]
+    assert answer.json["error"]["message"] == "D0: there is no connection to it"
+    assert "it does not speak TLS" in caplog.text
     assert heard
     assert b"HTTP/1.1" not in heard.replace(b"http/1.1", b"")
     assert b"prompt" not in heard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -161,13 +162,20 @@ async def test_what_is_not_the_engines_fault_is_passed_on_at_once(engine: Any, r
     assert second.requests == []
 
 
-async def test_no_d_at_all_is_a_503_in_openais_form(engine: Any, router: Any, refusing: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_no_d_at_all_is_a_503_in_openais_form_that_tells_no_addresses_and_a_line_in_the_log_that_does(
+    engine: Any, router: Any, refusing: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.router")
     prefill = await engine()
     service = await router([prefill], [refusing])
-    answer = await post(service.port, "/v1/completions", ASK)
+    answer = await post(service.port, path, ASK)
     assert answer.status == 503
     assert answer.json["error"]["code"] == "unreachable"
-    assert answer.json["error"]["message"].startswith("D0: ")
+    assert answer.json["error"]["message"] == "D0: there is no connection to it"
+    told = [record.getMessage() for record in caplog.records if "D0 has failed" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"D0 has failed: no connection to {refusing}: ")
 
 
 async def test_a_d_that_drops_every_connection_is_a_502(pair: Pair) -> None:
