@@ -92,7 +92,7 @@ def _asking(
     return parser
 
 
-def _read(args: argparse.Namespace) -> PoolConfig:
+def read_config(args: argparse.Namespace) -> PoolConfig:
     """The configuration of parsed arguments. Raises `ConfigError` with every problem."""
     from kvrelay.pool.config import load
 
@@ -102,17 +102,17 @@ def _read(args: argparse.Namespace) -> PoolConfig:
 def _serve(args: argparse.Namespace) -> int:
     from kvrelay.cli.pool_serve import serve
 
-    return serve(_read(args))
+    return serve(read_config(args))
 
 
 def _config(args: argparse.Namespace) -> int:
     from kvrelay.pool.config import show
 
-    print(show(_read(args)))
+    print(show(read_config(args)))
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     from kvrelay.cli.pool_serve import check
 
-    return check(_read(args))
+    return check(read_config(args))

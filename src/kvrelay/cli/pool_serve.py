@@ -23,7 +23,7 @@ def serve(config: PoolConfig) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    findings = preflight.check(config, preflight.look(tiers=config.tiers))
+    findings = _findings(config)
     if errors := [str(finding) for finding in findings if finding.level == "error"]:
         raise ConfigError(*errors)
     for finding in findings:
@@ -37,11 +37,20 @@ def serve(config: PoolConfig) -> int:
         return runner.run(PoolService(config, lambda line: print(line, flush=True)).run())
 
 
+def refusals(config: PoolConfig) -> list[str]:
+    """Why a pool could not start on this machine."""
+    return [str(finding) for finding in _findings(config) if finding.level == "error"]
+
+
 def check(config: PoolConfig) -> int:
     """Print what was looked at. Exit status: 1 if a pool could not start."""
-    findings = preflight.check(config, preflight.look(tiers=config.tiers))
+    findings = _findings(config)
     for finding in findings:
         print(f"{finding.level:8} {finding.name:14} {finding.told}")
         if finding.mend:
             print(f"{'':23} {finding.mend}")
     return int(any(finding.level == "error" for finding in findings))
+
+
+def _findings(config: PoolConfig) -> list[preflight.Finding]:
+    return preflight.check(config, preflight.look(tiers=config.tiers))

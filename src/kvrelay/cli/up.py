@@ -68,20 +68,17 @@ def read_settings(args: argparse.Namespace) -> Configuration:
 
 def run(args: argparse.Namespace) -> int:
     """Start, serve until told to stop, stop."""
-    from kvrelay.launch import host, preflight
-    from kvrelay.launch.core.plan import make_plan
     from kvrelay.launch.kernel import stop_with_parent
     from kvrelay.launch.rundir import RunDir
 
     settings = read_settings(args).settings
-    preflight.check(settings)
     if args.stop_with_parent:
         stop_with_parent()
     run_dir = RunDir(settings.run_dir)
     names: list[str] = []
     failed = True
     try:
-        plan = make_plan(settings, host.facts(settings, run_dir.path))
+        plan = _plan(settings, run_dir.path)
         names = [spec.name for spec in plan.processes]
         run_dir.make(plan.folders)
         for note in settings.profile.notes(settings) if settings.profile else ():
@@ -94,6 +91,23 @@ def run(args: argparse.Namespace) -> int:
         if failed and names:
             _report(f"logs are kept in {run_dir.path}")
     return status
+
+
+def _plan(settings: UpSettings, run_dir: Path) -> Plan:
+    """What is to run. Raises `ConfigError` with everything that can be known to be wrong before anything does."""
+    from kvrelay.cli import up_commands
+    from kvrelay.launch import host, preflight
+    from kvrelay.launch.core.plan import make_plan
+
+    problems = preflight.problems_of(settings)
+    try:
+        plan = make_plan(settings, host.facts(settings, run_dir))
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems) from None
+    problems += up_commands.problems_of(plan, settings)
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return plan
 
 
 async def _serve(settings: UpSettings, plan: Plan, run_dir: Path) -> int:

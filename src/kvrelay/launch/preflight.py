@@ -30,8 +30,8 @@ RANK_PROGRAM_BYTES = 1 << 30
 """The same for each rank."""
 
 
-def check(settings: UpSettings) -> None:
-    """Raise `ConfigError` with every problem found."""
+def problems_of(settings: UpSettings) -> list[str]:
+    """Every problem found."""
     cpu = not host.devices()
     problems = [
         *_check_model(settings.model),
@@ -43,8 +43,7 @@ def check(settings: UpSettings) -> None:
     ]
     if not problems:
         problems += _check_memory(settings, cpu=cpu)
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
 def _check_model(model: Path | None) -> Iterator[str]:

@@ -90,6 +90,31 @@ def test_a_token_file_that_is_missing_or_empty_is_named(model: Path, tmp_path: P
         assert any(str(tmp_path / name) in line for line in lines)
 
 
+def test_what_the_router_and_the_pool_would_refuse_is_told_before_any_engine_is_started(
+    model: Path, tmp_path: Path
+) -> None:
+    """All of it at once, by the flags of `kvrelay up` where it has them."""
+    gone = tmp_path / "gone"
+    lines = refusals(
+        "up", model, "--port", "18995", "--run-dir", tmp_path / "run", "--router-keys-file", gone, "--router-tls-cert",
+        gone, "--router-args=--retry-share 7", "--pool-args=--huge-pages 3KiB",
+    )  # fmt: skip
+    wanted = ("router: --router-keys-file", "router: --router-tls-cert", "router: --retry-share 7 is out of range",
+              "pool: huge_pages")  # fmt: skip
+    for problem in wanted:
+        assert any(line.startswith(problem) for line in lines), (problem, lines)
+    assert not (tmp_path / "run").exists()
+
+
+def test_arguments_that_the_router_or_the_pool_does_not_know_are_told_before_any_engine_is_started(
+    model: Path,
+) -> None:
+    lines = refusals("up", model, "--port", "18994", "--router-args=--polcy random", "--pool-args=--foo")
+    assert "router: unrecognized arguments: --polcy random (from --router-args)" in lines
+    assert "pool: unrecognized arguments: --foo (from --pool-args)" in lines
+    assert any(line.startswith("router: ") and "help" in line for line in refusals("up", model, "--router-args=-h"))
+
+
 def test_several_problems_are_told_together(tmp_path: Path, busy_port: int) -> None:
     lines = refusals("up", tmp_path / "nowhere", "--port", busy_port)
     assert any("no such directory" in line for line in lines)
