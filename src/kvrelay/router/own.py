@@ -104,18 +104,19 @@ class OwnPages:
         """Prometheus text, of all workers together."""
         reply.answer(200, await self.text(), CONTENT_TYPE)
 
-    async def handover(self, request: Request, reply: Reply) -> None:
-        """One hand-over's record. Waits a moment for proofs that are on their way."""
+    async def handover(self, request: Request, reply: Reply) -> str:
+        """One hand-over's record. Waits a moment for proofs that are on their way. The outcome."""
         name = request.path.removeprefix(HANDOVERS)
         record = self._book.find(name)
         if record is not None:
             reply.answer(200, await self._view(record))
-            return
+            return "ok"
         found = None if self._colleagues is None else await self._colleagues.find(name)
         if found is None:
             reply.refuse(Refusal(404, "unknown_handover", f"No hand-over {name!r} among the last ones"))
-        else:
-            reply.answer(200, found)
+            return "client_error"
+        reply.answer(200, found)
+        return "ok"
 
     async def _view(self, record: Record) -> bytes:
         if self._desk is not None:

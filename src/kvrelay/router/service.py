@@ -393,7 +393,7 @@ class RouterService:
             case Route.METRICS:
                 await self._own.metrics(reply)
             case Route.HANDOVER:
-                await self._own.handover(request, reply)
+                return await self._own.handover(request, reply)
             case Route.WRONG_METHOD:
                 reply.refuse(Refusal(405, "method", f"{request.method} is not a method of {request.path}"))
                 return "client_error"

@@ -63,6 +63,16 @@ def observing(path: Path) -> Observing:
     return Observing(access_log=str(path))
 
 
+async def test_who_asks_for_a_hand_over_that_nobody_knows_has_made_an_error(
+    engine: Any, router: Any, observing: Observing, path: Path
+) -> None:
+    service: RouterService = await router([await engine()], [await engine()], observing=observing)
+    assert (await get(service.port, "/kvrelay/handovers/none")).status == 404
+    await service.stop()
+    (line,) = read(path)
+    assert (line["status"], line["outcome"]) == (404, "client_error")
+
+
 async def test_a_line_tells_who_did_what_and_nothing_of_what_was_said(
     engine: Any, router: Any, observing: Observing, path: Path
 ) -> None:

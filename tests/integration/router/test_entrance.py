@@ -583,6 +583,9 @@ async def test_pages_of_an_origin_may_use_the_router_and_others_not(engine: Any,
         answer = await ask_as_page(service.port, bad, more=bearer(number))
         assert (answer.status, "access-control-allow-origin" in answer.headers) == (status, False)
     assert len(decode.requests) == 2
+    metrics = (await get(service.port, "/metrics")).body.decode()
+    for outcome, number in (("ok", 3), ("client_error", 3)):  # of each one preflight
+        assert f'requests_total{{endpoint="{COMPLETIONS}",outcome="{outcome}"}} {number}.0' in metrics
 
 
 async def test_every_origin_may_where_that_is_said(engine: Any, router: Any) -> None:

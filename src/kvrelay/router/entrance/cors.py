@@ -27,14 +27,14 @@ class Cors:
         """``origins``: in lower case, or ``*`` alone."""
         self._origins = origins
 
-    def preflight(self, request: Request, reply: Reply) -> bool:
-        """Answer a question about a request to come. Whether it was one."""
+    def preflight(self, request: Request, reply: Reply) -> str:
+        """Answer a question about a request to come. The outcome; empty if it was none."""
         origin, method = request.header(b"origin"), request.header(b"access-control-request-method")
         if request.method != "OPTIONS" or origin is None or method is None:
-            return False
+            return ""
         if not self._allows(origin):
             reply.refuse(Refusal(403, "cors_origin", "Pages of this origin may not use this server"))
-            return True
+            return "client_error"
         headers = request.header(b"access-control-request-headers") or _DEFAULT_HEADERS
         said = [
             (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
@@ -44,7 +44,7 @@ class Cors:
         ]
         reply.start(204, said)
         reply.finish()
-        return True
+        return "ok"
 
     def headers(self, request: Request) -> Headers:
         """What the answer to ``request`` says."""

@@ -68,8 +68,8 @@ class Gate:
             return await serve()
         if self._cors is not None:
             reply.extra += self._cors.headers(request)
-            if self._cors.preflight(request, reply):
-                return "ok"
+            if answered := self._cors.preflight(request, reply):
+                return answered
             request.headers = [header for header in request.headers if header[0] not in _OF_BROWSERS]
         account: Account | None = None
         if self.keyring is not None and known not in _OPEN:
