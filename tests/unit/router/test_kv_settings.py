@@ -70,6 +70,7 @@ def test_other_spellings_are_refused(text: str) -> None:
         (("http://=tcp://h:1",), {}, "http://=...: .* is not an engine's URL"),
         (("D0=tcp://h:1", "P0=tcp://h:1"), {}, "tcp://h:1 is given twice"),
         (("D0=tcp://h:1",), {"policy": "random"}, "means nothing without --policy kv-aware"),
+        ((), {"policy": "random", "tokenizer": "/m"}, "--tokenizer means nothing without --policy kv-aware"),
         (("D0=tcp://h:1",), {"token_ids": "guess"}, "choose one of engine, off"),
         (("D0=tcp://h:1",), {"tokenize_timeout_s": 0.0}, "--tokenize-timeout 0 is out of range"),
     ],
