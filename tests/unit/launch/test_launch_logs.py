@@ -32,6 +32,16 @@ def test_the_root_causes_are_found_once_each_wherever_they_are() -> None:
     assert causes(["all is well"], 2) == []
 
 
+def test_last_words_leave_out_probes_that_were_answered_well() -> None:
+    log = [
+        '(APIServer pid=7) INFO:     127.0.0.1:4466 - "POST /v1/completions HTTP/1.1" 200 OK',
+        '(APIServer pid=7) INFO:     127.0.0.1:4466 - "GET /health HTTP/1.1" 503 Service Unavailable',
+        '(APIServer pid=7) INFO:     127.0.0.1:4466 - "GET /health HTTP/1.1" 200 OK',
+        'INFO:     127.0.0.1:4468 - "GET /metrics HTTP/1.1" 200 OK',
+    ]
+    assert last_words(log, 20) == log[:2]
+
+
 def test_last_words_leave_out_the_noise_of_a_dying_interpreter() -> None:
     assert last_words(VLLM_LOG, 1) == [
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"

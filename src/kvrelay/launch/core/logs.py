@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NOISE = re.compile(
-    r"^(nanobind: | - leaked |\s*- \.\.\. skipped|See https://nanobind|.*resource_tracker: |\s*warnings\.warn\(|\s*$)"
+    r"^(nanobind: | - leaked |\s*- \.\.\. skipped|See https://nanobind|.*resource_tracker: |\s*warnings\.warn\(|\s*$"
+    r'|.*"GET /(?:health|metrics) HTTP/[\d.]+" 200\b)'
 )
-"""What Python and nanobind print when an interpreter ends in a hurry."""
+"""What Python and nanobind print when an interpreter ends in a hurry, and probes that were answered well."""
 CAUSE = re.compile(r"^(?:\(.*?\) ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .+)$")
 """The last line of a traceback, plain or in vLLM's log format."""
 UNTELLING = re.compile(r"See root cause above|^SystemExit")
