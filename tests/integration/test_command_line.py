@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
+
+from kvrelay import cli
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_output_nobody_reads_ends_the_command_quietly() -> None:
@@ -19,6 +25,14 @@ def test_output_nobody_reads_ends_the_command_quietly() -> None:
         os.close(writer)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+def test_ctrl_c_while_a_command_is_still_being_imported_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["pool", "serve"]) == 130
 
 
 def test_the_version_is_told() -> None:

@@ -27,5 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0 done, 1 failed while running, 2 unusable input, 130 interrupted."""
-    args = build_parser().parse_args(argv)
-    return exit_status(lambda: int(args.run(args)))
+
+    def run() -> int:  # with all it imports: Ctrl-C may come at any time
+        args = build_parser().parse_args(argv)
+        return int(args.run(args))
+
+    return exit_status(run)
