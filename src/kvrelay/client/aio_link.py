@@ -127,7 +127,7 @@ class AsyncLink(Connection):
             async with asyncio.timeout(timeout_s):
                 await answered
         except TimeoutError:
-            error = DeadlineError(f"the pool at {self.address} did not answer within {timeout_s:g} s")
+            error = DeadlineError(f"the pool at {self.address} did not answer within {round(timeout_s, 2):g} s")
             self._fail(PoolUnavailableError(str(error)))
             raise error from None
         except asyncio.CancelledError:

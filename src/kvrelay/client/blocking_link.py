@@ -126,7 +126,7 @@ class BlockingLink(Connection):
     def _finish(self, call: Call, timeout_s: float) -> m.Reply:
         if not call.finished and not self._lead.pump(call, timeout_s):
             # The answer may still come and would be taken for another's: this connection cannot be used any more.
-            error = DeadlineError(f"the pool at {self.address} did not answer within {timeout_s:g} s")
+            error = DeadlineError(f"the pool at {self.address} did not answer within {round(timeout_s, 2):g} s")
             self._lead.end(PoolUnavailableError(str(error)))
             raise error
         return call.outcome()
