@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 from kvrelay.cli import pool, router, router_file
 from kvrelay.errors import ConfigError
 from kvrelay.launch.core.settings import flag_of, leaves
+from kvrelay.router.admin.serving import bind
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvrelay.launch.core.plan import Plan
     from kvrelay.launch.core.settings import UpSettings
+    from kvrelay.router.config import RouterConfig
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
@@ -53,10 +55,29 @@ def _refused_router(argv: Sequence[str]) -> Iterable[str]:
     if isinstance(args, str):
         return [f"{args} (from --router-args)"]
     try:
-        router_file.load(args, router.settings_of)
+        config = router_file.load(args, router.settings_of)
     except ConfigError as error:
         return error.problems
-    return []
+    return _missing(config)
+
+
+def _missing(config: RouterConfig) -> Iterator[str]:
+    """What a router finds out only when it starts."""
+    from kvrelay.router.access_log import writing_problem
+    from kvrelay.router.kv.token_ids import load_tokenizer
+
+    if config.admin is not None:
+        try:
+            bind(config.admin).stop()
+        except ConfigError as error:
+            yield from error.problems
+    if config.observing.access_log is not None and (problem := writing_problem(config.observing.access_log)):
+        yield problem
+    if config.kv.tokenizer is not None:
+        try:
+            load_tokenizer(config.kv.tokenizer)
+        except ConfigError as error:
+            yield from error.problems
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace | str:

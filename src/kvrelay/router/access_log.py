@@ -7,6 +7,7 @@ dropped and counted; so are lines that cannot be written.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import threading
@@ -62,7 +63,7 @@ class AccessLog:
         try:
             file = await asyncio.to_thread(_open, path)
         except OSError as error:
-            raise ConfigError(f"--access-log {path} cannot be written: {error.strerror or error}") from None
+            raise ConfigError(_not_written(path, error.strerror or str(error))) from None
         log = cls(path, file, dropped, max_bytes)
         await asyncio.to_thread(log._thread.start)
         return log
@@ -151,6 +152,20 @@ class AccessLog:
 
     def _wrote(self, size: int) -> None:
         self._writing -= size
+
+
+def writing_problem(path: str) -> str:
+    """Why a log cannot be written there, as far as can be known without beginning it; empty if it can."""
+    file = Path(path)
+    there = file if file.exists() else file.parent
+    if path == STDOUT or (there.exists() and not file.is_dir() and os.access(there, os.W_OK)):
+        return ""
+    number = errno.ENOENT if not there.exists() else errno.EISDIR if file.is_dir() else errno.EACCES
+    return _not_written(path, os.strerror(number))
+
+
+def _not_written(path: str, why: str) -> str:
+    return f"--access-log {path} cannot be written: {why}"
 
 
 def _open(path: str) -> int:

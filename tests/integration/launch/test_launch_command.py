@@ -106,6 +106,21 @@ def test_what_the_router_and_the_pool_would_refuse_is_told_before_any_engine_is_
     assert not (tmp_path / "run").exists()
 
 
+def test_what_the_router_would_miss_when_it_starts_is_told_before_any_engine_is_started(
+    model: Path, tmp_path: Path, busy_port: int
+) -> None:
+    lines = refusals(
+        "up", model, "--port", "18993", "--router-access-log", tmp_path / "none" / "log", "--router-admin-port",
+        busy_port, "--router-policy", "kv-aware", f"--router-args=--tokenizer {tmp_path / 'nowhere'}",
+    )  # fmt: skip
+    for problem in (
+        f"router: --router-access-log {tmp_path}/none/log cannot be written: No such file or directory",
+        f"router: --router-admin-port 127.0.0.1:{busy_port}: cannot listen there: ",
+        "router: --tokenizer",
+    ):
+        assert any(line.startswith(problem) for line in lines), (problem, lines)
+
+
 def test_arguments_that_the_router_or_the_pool_does_not_know_are_told_before_any_engine_is_started(
     model: Path,
 ) -> None:
