@@ -141,14 +141,6 @@ def _hands_over(connector: object) -> bool:
     return profile.hands_over if profile else connector != NO_CONNECTOR
 
 
-def _admin_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
-    if settings.router.admin_port is not None and settings.router.workers > 1:
-        yield (
-            f"router.admin_port = {settings.router.admin_port} (from {names['router.admin_port']}): the admin API "
-            "reaches one worker of several; leave it out or set --router-workers 1"
-        )
-
-
 def _need_problems(settings: UpSettings, names: Mapping[str, str]) -> Iterator[str]:
     profile = settings.profile
     for need, value in needs_of(settings):
@@ -175,7 +167,6 @@ def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
             "http://HOST:4318"
         )
     yield from _need_problems(settings, names)
-    yield from _admin_problems(settings, names)
     for problem in routing_problems(settings.router.routing, hands_over=_hands_over(settings.connector)):
         yield f"router: {problem}"
     yield from kv_events_problems(settings, names)
