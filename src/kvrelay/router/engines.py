@@ -346,9 +346,7 @@ class Engines:
             if reason == EngineUnreachableError.code:
                 self.pickers[engine.role].forget(engine)
             rest_s = engine.health.resting_until - now
-            logger.warning(
-                "%s fails (%s, last: %s): passed over for %g s",
-                engine.name, engine.address.url, told or reason, rest_s,
-            )  # fmt: skip
+            last = told if engine.address.url in told else f"{engine.address.url}: {told or reason}"
+            logger.warning("%s fails (last: %s): passed over for %g s", engine.name, last, rest_s)
         elif told and engine.health.failures == 1:
             logger.info("%s has failed: %s", engine.name, told)
