@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvrelay.cli import up_commands
 from kvrelay.launch import host
+from kvrelay.launch.core.config import resolve
+from kvrelay.launch.core.plan import make_plan
 from kvrelay.launch.core.settings import UpSettings
 from kvrelay.launch.rundir import RunDir
 
@@ -104,6 +107,25 @@ def test_what_the_router_and_the_pool_would_refuse_is_told_before_any_engine_is_
     for problem in wanted:
         assert any(line.startswith(problem) for line in lines), (problem, lines)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"connector": "direct"},
+        {"connector": "nixl", "prefill.count": "2", "router.workers": "2", "router.max_concurrent": "8"},
+        {"connector": "none"},
+        {"pool.port": "18990", "pool.args": "--huge-pages none --log-level debug", "router.policy": "kv-aware"},
+        {"dispatch": "overlapped", "on_lost_kv": "reprefill", "router.args": "--retry-share 0 --log-level debug"},
+        {"router.access_log": "-", "router.disaggregate_above": "auto", "first_token": "prefill"},
+    ],
+)
+def test_what_they_would_take_is_no_problem(model: Path, tmp_path: Path, given: dict[str, str]) -> None:
+    given = {**given, **({"prefill.count": "0"} if given.get("connector") == "none" else {})}
+    settings = resolve({"model": str(model), **given}, {}).settings
+    plan = make_plan(settings, host.facts(settings, tmp_path))
+    assert up_commands.problems_of(plan, settings) == []
 
 
 def test_what_the_router_would_miss_when_it_starts_is_told_before_any_engine_is_started(
