@@ -30,7 +30,7 @@ $(BIN)/python:
 
 # The light environment: kvrelay and its development tools, no vLLM and no torch. The native module is compiled on the way;
 # the last line says if it could not be.
-$(STAMPS)/dev: pyproject.toml setup.py $(wildcard src/native/*.[ch]) | $(BIN)/python
+$(STAMPS)/dev: pyproject.toml setup.py src/kvrelay/_native.pyi $(wildcard src/native/*.[ch]) | $(BIN)/python
 	@mkdir -p $(STAMPS)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@$(BIN)/python -m kvrelay.native

@@ -8,6 +8,7 @@ from _typeshed import ReadableBuffer, WriteableBuffer
 from kvrelay.pool.core.catalog import Counts, Info, LookedUp, State
 
 KERNELS: Final[tuple[str, ...]]  # of the hash, the fastest (used) first
+INTERFACE: Final[int]  # checksum of this file, as the module was built from it
 
 def use_kernel(name: str, /) -> None: ...
 def copy(

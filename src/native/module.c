@@ -58,6 +58,10 @@ static int fill(PyObject *module) {
     int added = PyModule_AddObjectRef(module, "KERNELS", names);
     Py_DECREF(names);
     if (added < 0 || PyModule_AddFunctions(module, batch_methods) < 0) return -1;
+    PyObject *interface = PyLong_FromUnsignedLong(KVRELAY_INTERFACE);
+    added = PyModule_AddObjectRef(module, "INTERFACE", interface);
+    Py_XDECREF(interface);
+    if (added < 0) return -1;
     if (PyModule_AddFunctions(module, http_methods) < 0) return -1;
     if (PyModule_AddFunctions(module, lookup_methods) < 0) return -1;
     if (PyModule_AddType(module, &CatalogType) < 0) return -1;
