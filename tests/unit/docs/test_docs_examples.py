@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FOREIGN_FLAGS = {
     "--model", "--kv-transfer-config", "--seed", "--enable-lora", "--local-dir", "--sizes", "--batch-mib", "--repeats",
     "--section", "--no-peers", "--api-key", "--otlp-traces-endpoint", "--scheduling-policy",
+    "--ssl-certfile", "--ssl-keyfile", "--enable-auto-tool-choice", "--tool-call-parser",
     "--enable-force-include-usage", "--enable-scale-out",
     "--enable-prompt-embeds", "--trust-request-chat-template",
     "--prefill-X", "--decode-X", "--prefill-", "--decode-",
