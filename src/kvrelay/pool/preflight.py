@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvrelay import hostmemory
+from kvrelay.hosts import is_loopback
 from kvrelay.pool.core.pool import DEFAULT_TENANT
 from kvrelay.sizes import format_size, parse_size
+from kvrelay.transport.address import parse_host_port
 from kvrelay.transport.memory import LOCK_MEND, huge_pages_mend, lock_limit
 
 if TYPE_CHECKING:
@@ -210,7 +212,7 @@ def _tiers(config: PoolConfig, host: HostFacts) -> Iterator[Finding]:
 
 def _tokens(config: PoolConfig) -> Iterator[Finding]:
     settings = config.settings
-    if settings.listen != "none" and not settings.listen.startswith(("127.", "localhost", "[::1]")):
+    if settings.listen != "none" and not is_loopback(parse_host_port(settings.listen).host):
         if not config.needs_token and settings.tls.client_ca is None:
             mend = "give --token-file FILE, or keep --listen on loopback"
             yield Finding("warning", "access", f"{settings.listen}: whoever reaches it may read and delete all", mend)

@@ -66,6 +66,7 @@ def test_a_good_machine_gets_no_complaint() -> None:
         ({"nixl": True}, {"dev_shm_bytes": 64 << 20}, "warning", "64 MiB at /dev/shm", "remount,size=1G"),
         ({"nixl": True}, {"has_nvidia": True, "has_rdma": True}, "warning", "neither nvidia_peermem nor", "modprobe"),
         ({"listen": "0.0.0.0:1"}, {}, "warning", "whoever reaches it may read and delete all", "--token-file"),
+        ({"listen": "localhost.example:1"}, {}, "warning", "whoever reaches it may read", "--token-file"),
         ({"listen": "0.0.0.0:1", "token_file": "TOKEN"}, {}, "warning", "in the clear", "--tls-cert"),
     ],
 )  # fmt: skip
