@@ -80,6 +80,11 @@ class PoolFullError(KvRelayError):
     retryable = True
     code = "pool_full"
     http_status = 507
+    WHY: ClassVar[str] = (
+        "what is leased, pinned or being written stays in it, and no object can be larger than its arena or the "
+        "tenant's quota"
+    )
+    """Why a client finds no room, as it says it."""
 
 
 class DrainingError(KvRelayError):

@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     from kvrelay.client.core.steps import Operation
 
 
-FULL = (
-    "found no room in the pool: what is leased, pinned or being written stays in it, and no object can be larger than "
-    "its arena or the tenant's quota"
-)
-
-
 class Puts(Struct, frozen=True):
     """What became of every key of a put: ``states`` holds one `Stored` a key, as a byte."""
 
@@ -196,7 +190,7 @@ def raise_unless_stored(puts: Puts) -> None:
     for state, error, why in (
         (Stored.DAMAGED, CorruptionError, "were damaged on the way to the pool"),
         (Stored.CONFLICT, ConflictError, "are in the pool, or being written, with another size"),
-        (Stored.FULL, PoolFullError, FULL),
+        (Stored.FULL, PoolFullError, f"found no room in the pool: {PoolFullError.WHY}"),
     ):
         count = puts.count(state)
         if count:

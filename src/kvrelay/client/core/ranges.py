@@ -98,7 +98,7 @@ def write_ranges(
         case "busy":
             raise ConflictError(f"object {key.hex()} is being written by another group")
         case "full":
-            raise PoolFullError(f"the pool had no room for an object of {size} bytes: all else in it is in use")
+            raise PoolFullError(f"the pool had no room for an object of {size} bytes: {PoolFullError.WHY}")
     parts = [
         StagePart(grant, spec, offset // segment_bytes, data.nbytes // segment_bytes)
         for (offset, _), data in zip(pieces, datas, strict=True)
