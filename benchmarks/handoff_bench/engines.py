@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from handoff_bench.asking import Engine, prompt_of
@@ -18,12 +16,12 @@ from kvrelay.testing.stack import RunningStack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from handoff_bench.contestants import Contestant
 
 BLOCK_TOKENS = 32
 START_S = 600.0
-RESTING = Path(__file__).parent / "resting"
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,6 @@ class Sizes:
 
 
 SIZES = {"tiny": Sizes(2 << 10, 16 << 10, "256MiB"), "smollm2": Sizes(45 << 10, 4 << 10, "1GiB")}
-
-
-def engine_path() -> str:
-    """Where measured engines look for modules: first the one that keeps idle ones from taking cores."""
-    return os.pathsep.join([str(RESTING), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Pair:
@@ -115,7 +108,7 @@ class Engines:
         """Start ``kvrelay up`` on free ports; ``options``: more of its configuration."""
         (port,) = free_ports(1, taken=set())
         config = self._root / f"{name}.toml"
-        config.write_text(f"{options}[engine.env]\nPYTHONPATH = {json.dumps(engine_path())}\n")
+        config.write_text(options)
         own = ["--port", str(port), "--config", str(config)]
         return RunningStack(self._model, self._root / name, [*self._flags, *own, *flags])
 

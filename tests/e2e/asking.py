@@ -238,8 +238,8 @@ def assert_handed_over_whole(
     assert_same(answer, right, what)
     told = proof(stack, answer)
     assert told["prompt_tokens"] == length
-    assert told["recomputed_tokens"] <= 1, told
-    assert told["handed_over_tokens"] >= length - 1, told
+    assert told["recomputed_tokens"] <= 1, (answer.prefill, answer.decode, told)
+    assert told["handed_over_tokens"] >= length - 1, (answer.prefill, answer.decode, told)
     return answer, told
 
 

@@ -1,6 +1,7 @@
 """A real stack to test against: ``kvrelay up`` as a subprocess, its processes by name, and what its engines count.
 
-The launcher runs with ``--stop-with-parent``, so nothing outlives a test run that is killed.
+The launcher runs with ``--stop-with-parent``, so nothing outlives a test run that is killed. Its engines rest while
+they are idle: see `kvrelay.testing.resting`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.errors import DeadlineError, KvRelayError
 from kvrelay.launch.local import STATE_FILE
+from kvrelay.testing.resting import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +44,7 @@ class RunningStack:
         self.run_dir = run_dir
         self._messages = run_dir / "up.log"
         command = [sys.executable, "-m", "kvrelay", "up", str(model), "--run-dir", str(run_dir), "--stop-with-parent"]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
+        environ = {name: value for name, value in environment().items() if not name.startswith("KVRELAY_")}
         with self._messages.open("ab") as log:
             output = log if quiet else None
             self._process = subprocess.Popen([*command, *arguments], stdout=log, stderr=output, env=environ)
