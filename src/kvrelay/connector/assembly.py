@@ -16,10 +16,11 @@ from kvrelay.connector import compat
 from kvrelay.connector.adapters import Adapter, Adapters
 from kvrelay.connector.codec import Codec, find_codec
 from kvrelay.connector.config import ConnectorConfig, parse_extra_config
+from kvrelay.connector.device import DeviceLayer, Mirrors
 from kvrelay.connector.embedded import EmbeddedPool, serve_arguments
 from kvrelay.connector.facts import ModelFacts, read_model, refusals
 from kvrelay.connector.groups import read_shares
-from kvrelay.connector.layout import PagedLayer, prove
+from kvrelay.connector.layout import BlockKind, prove
 from kvrelay.connector.link import CONNECT_S, PoolLink
 from kvrelay.connector.loader import Loader
 from kvrelay.connector.packing import NATIVE, NATIVE_FORMAT, in_native_packing
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvrelay.client.blocking import PoolClient
-    from kvrelay.connector.core.geometry import KvGeometry, KvGroup, RankShare
+    from kvrelay.connector.core.geometry import KvGeometry, KvGroup
     from kvrelay.connector.core.tables import Table
     from kvrelay.connector.counters import Counters
+    from kvrelay.connector.cuda import CudaCopies
     from kvrelay.connector.layout import WriteKernel
+    from kvrelay.connector.rank_kv import Layer
 
 log = logging.getLogger(__name__)
 
@@ -91,17 +94,18 @@ def read_engine(vllm_config: VllmConfig, cache: KVCacheConfig) -> Engine:
         compat.check_version(vllm.version.__version__, allow_untested=config.allow_untested_vllm)
     except ConfigError as error:
         problems += error.problems
-    problems += refusals(vllm_config, cache)
+    problems += refusals(vllm_config, cache, allow_untested_device=config.allow_untested_device)
     if problems:
         raise ConfigError(*problems)
     model = read_model(vllm_config, cache)
     _refuse_windows_below(config.chunk_tokens, model.groups.geometry)
+    device = vllm_config.device_config.device_type
     codecs: dict[int, str] = {}
     for table in model.groups.tables.tables:
         # What its layers really use is looked at when there are some; this much is known of the machine.
         group = model.groups.geometry.groups[table.group]
-        backend, isa = compat.expected_attention(model.groups.dtype, table.block_tokens, group)
-        codecs[table.group] = _codec(backend, isa, table, group).name
+        backend, isa = compat.expected_attention(device, model.groups.dtype, table.block_tokens, group)
+        codecs[table.group] = _codec(backend, isa, table.block_tokens, group).name
     if config.packing == NATIVE:
         model = in_native_packing(model, [codecs[at] for at in sorted(codecs)], config.chunk_tokens)
     replica = compat.replica(vllm_config)
@@ -134,10 +138,8 @@ def _refuse_windows_below(chunk_tokens: int, geometry: KvGeometry) -> None:
         )
 
 
-def _codec(backend: str, isa: str, table: Table, group: KvGroup) -> Codec:
-    return find_codec(
-        backend, isa, block_tokens=table.block_tokens, head_size=group.head_size, item_bytes=group.item_bytes
-    )
+def _codec(backend: str, isa: str, block_tokens: int, group: KvGroup) -> Codec:
+    return find_codec(backend, isa, block_tokens=block_tokens, head_size=group.head_size, item_bytes=group.item_bytes)
 
 
 def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters) -> SchedulerSide:
@@ -209,13 +211,15 @@ def build_worker(
 ) -> WorkerSide:
     """One rank's side, its threads running; raises `ConfigError` when its KV cache has no proven codec."""
     config, model = engine.config, engine.model
-    kv = _rank_kv(vllm_config, model, kv_caches)
+    copies = _copies(kv_caches)
+    kv = _rank_kv(vllm_config, model, kv_caches, copies)
     side = WorkerSide(
         layers=len(kv.layers),
         tables=model.groups.tables,
         hold_s=config.save_timeout_s,
         announce_wait_s=config.announce_wait_s,
         sync_load_wait_s=config.sync_load_timeout_s,
+        step_begins=copies.step_begins if copies is not None else lambda: None,
     )
     rank = vllm_config.parallel_config.rank
     links = [engine.link(f"rank {rank} loads {at}", map_arena=True) for at in range(config.load_threads)]
@@ -266,43 +270,85 @@ def build_worker(
     return side
 
 
-def _rank_kv(vllm_config: VllmConfig, model: ModelFacts, kv_caches: dict[str, torch.Tensor]) -> RankKv:
+def _copies(kv_caches: dict[str, torch.Tensor]) -> CudaCopies | None:
+    """How KV comes and goes; None: it lies in host memory."""
+    devices = {tensor.device for tensor in kv_caches.values()}
+    if {device.type for device in devices} == {"cpu"}:
+        return None
+    if len(devices) > 1:
+        raise ConfigError(f"KV cache on several devices, {', '.join(sorted(map(str, devices)))}, is not supported")
+    from kvrelay.connector.cuda import CudaCopies
+
+    return CudaCopies(devices.pop())
+
+
+def _rank_kv(
+    vllm_config: VllmConfig, model: ModelFacts, kv_caches: dict[str, torch.Tensor], copies: CudaCopies | None
+) -> RankKv:
     """This rank's layers in order, their codecs proven against the kernels that write them."""
     groups = model.groups
     shares = read_shares(vllm_config, groups)
     told = model.facts["codec"].split(",") if model.facts["packing"] == NATIVE_FORMAT else None
-    codecs: dict[tuple[int, str, str], Codec] = {}
+    make: dict[tuple[int, str, str], Callable[[torch.Tensor], Layer]] = {}
     layers = []
     places = [share.first_layer for share in shares]
     for layer in groups.layers:
         table, share = groups.tables.tables[layer.table], shares[layer.group]
         group = groups.geometry.groups[layer.group]
+        cache = kv_caches[layer.name]
+        compat.check_kv(cache, group.item_bytes)
+        if cache.shape[1] != share.heads:
+            raise ConfigError(f"layer {layer.name} keeps {cache.shape[1]} KV heads on this rank, not {share.heads}")
         kind = (layer.table, *compat.attention_kind(vllm_config, layer.name))
-        if kind not in codecs:
-            codecs[kind] = codec = _codec(kind[1], kind[2], table, group)
-            if told is not None and told[layer.group] != codec.name:
+        if kind not in make:
+            blocks = _block_kind(kind[1], kind[2], cache, table, group, native=told is not None)
+            if told is not None and told[layer.group] != blocks.codec.name:
                 raise ConfigError(
-                    f"layers have codec {codec.name}, the namespace says {told[layer.group]}: a bug, report it"
+                    f"layers have codec {blocks.codec.name}, the namespace says {told[layer.group]}: a bug, report it"
                 )
-            _prove(codec, compat.write_kernel(kind[1], kind[2], groups.dtype, table.block_tokens), table, group, share)
-            log.info("kvrelay: codec %s proven for %s/%s, blocks of %d", codec.name, *kind[1:], table.block_tokens)
-        pages = compat.kv_pages(kv_caches[layer.name], group.item_bytes)
-        if pages.shape[1] != share.heads:
-            raise ConfigError(f"layer {layer.name} keeps {pages.shape[1]} KV heads on this rank, not {share.heads}")
-        sizes = {"block_tokens": table.block_tokens, "head_size": group.head_size}
-        paged = PagedLayer(pages, codecs[kind], native=told is not None, **sizes)
-        layers.append(RankLayer(paged, layer.group, places[layer.group], layer.table))
+            _prove(blocks, compat.write_kernel(kind[1], kind[2], groups.dtype, blocks.kernel_tokens), group)
+            log.info(
+                "kvrelay: codec %s proven for %s/%s, blocks of %d", blocks.codec.name, *kind[1:], table.block_tokens
+            )
+            make[kind] = _maker(blocks, copies)
+        layers.append(RankLayer(make[kind](cache), layer.group, places[layer.group], layer.table))
         places[layer.group] += 1
     return RankKv.of(groups.geometry, shares, layers, groups.tables)
 
 
-def _prove(codec: Codec, write_kernel: WriteKernel, table: Table, group: KvGroup, share: RankShare) -> None:
-    prove(
-        codec,
-        write_kernel,
-        heads=share.heads,
+def _block_kind(
+    backend: str, isa: str, cache: torch.Tensor, table: Table, group: KvGroup, *, native: bool
+) -> BlockKind:
+    heads, tokens, content = cache.shape[1:]
+    if table.block_tokens % tokens:
+        raise ConfigError(f"blocks of {table.block_tokens} tokens are not made of kernel blocks of {tokens}")
+    return BlockKind(
+        codec=_codec(backend, isa, tokens, group),
+        heads=heads,
+        kernel_tokens=tokens,
+        content=content,
+        item_bytes=group.item_bytes,
         block_tokens=table.block_tokens,
         head_size=group.head_size,
-        dtype=np.dtype(f"u{group.item_bytes}"),
+        native=native,
+    )
+
+
+def _maker(blocks: BlockKind, copies: CudaCopies | None) -> Callable[[torch.Tensor], Layer]:
+    """Makes layers out of KV tensors of one kind."""
+    if copies is None:
+        return lambda cache: blocks.layer(compat.kv_pages(cache))
+    mirrors = Mirrors(blocks, copies)
+    return lambda cache: DeviceLayer(mirrors, cache)
+
+
+def _prove(blocks: BlockKind, write_kernel: WriteKernel, group: KvGroup) -> None:
+    prove(
+        blocks.codec,
+        write_kernel,
+        heads=blocks.heads,
+        block_tokens=blocks.kernel_tokens,
+        head_size=blocks.head_size,
+        dtype=np.dtype(f"u{blocks.item_bytes}"),
         native=group.block_tokens > 1,
     )

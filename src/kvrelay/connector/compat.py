@@ -240,23 +240,27 @@ def cpu_isa(dtype: str, block_tokens: int, head_size: int) -> str:
     return str(_get_attn_isa(getattr(torch, dtype), block_tokens, head_size))
 
 
-def expected_attention(dtype: str, block_tokens: int, group: KvGroup) -> tuple[str, str]:
-    """The attention backend the CPU platform will choose for a group, and its instruction set."""
-    return ("CPU_MLA", "") if group.planes == 1 else ("CPU_ATTN", cpu_isa(dtype, block_tokens, group.head_size))
+def expected_attention(device: str, dtype: str, block_tokens: int, group: KvGroup) -> tuple[str, str]:
+    """The attention backend the platform will choose for a group, or one of the same codec, and its instruction set."""
+    if device == "cpu":
+        return ("CPU_MLA", "") if group.planes == 1 else ("CPU_ATTN", cpu_isa(dtype, block_tokens, group.head_size))
+    return ("FLASH_ATTN_MLA" if group.planes == 1 else "FLASH_ATTN"), ""
 
 
-def kv_pages(tensor: torch.Tensor, item_bytes: int) -> np.ndarray[Any, Any]:
-    """A layer's KV tensor, ``[block][head][token][content]`` with strides of its own, as unsigned integers in place."""
-    import torch
-
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"KV cache on {tensor.device.type} is not supported yet: run this engine on a CPU")
+def check_kv(tensor: torch.Tensor, item_bytes: int) -> None:
+    """Raise `ConfigError` for a layer's KV tensor that is not ``[block][head][token][content]`` of such items."""
     if tensor.element_size() != item_bytes or tensor.ndim != 4:
         raise ConfigError(
             f"KV cache of shape {tuple(tensor.shape)} with items of {tensor.element_size()} bytes is not "
             f"(blocks, heads, tokens, content) of {item_bytes}: not supported yet"
         )
-    bits = tensor.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[item_bytes])
+
+
+def kv_pages(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A layer's KV tensor in host memory, with strides of its own, as unsigned integers in place."""
+    import torch
+
+    bits = tensor.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()])
     pages: np.ndarray[Any, Any] = bits.numpy()
     if pages.size and pages.__array_interface__["data"][0] != tensor.data_ptr():
         raise ConfigError("the KV cache cannot be mapped without a copy")
@@ -265,7 +269,35 @@ def kv_pages(tensor: torch.Tensor, item_bytes: int) -> np.ndarray[Any, Any]:
 
 def write_kernel(backend: str, isa: str, dtype: str, block_tokens: int) -> WriteKernel:
     """VLLM's own cache-write kernel, as `kvrelay.connector.layout.prove` wants it."""
+    if not backend.startswith("CPU_"):
+        return cuda_write_kernel(backend, dtype)
     return mla_write_kernel(dtype) if backend == "CPU_MLA" else cpu_write_kernel(isa, dtype, block_tokens)
+
+
+def cuda_write_kernel(backend: str, dtype: str) -> WriteKernel:
+    """How backends that split a token's content into K and V write their cache: on the current CUDA device."""
+    import torch
+
+    if backend == "TRITON_ATTN":
+        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+            triton_reshape_and_cache_flash as reshape_and_cache,
+        )
+    else:
+        from vllm._custom_ops import reshape_and_cache_flash as reshape_and_cache
+
+    def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
+        kind = getattr(torch, dtype)
+        size = tokens.shape[-1]
+        host = torch.from_numpy(pages).view(kind).view(*pages.shape[:2], -1, 2 * size)
+        cache = host.cuda()
+        keys, values = cache.transpose(1, 2).split(size, dim=-1)
+        given = torch.from_numpy(tokens).view(kind).cuda().transpose(0, 2)  # [token][plane][head][dim]
+        scale = torch.ones((), device=cache.device)
+        where = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
+        reshape_and_cache(given[:, 0].contiguous(), given[:, 1].contiguous(), keys, values, where, "auto", scale, scale)
+        host.copy_(cache)
+
+    return write
 
 
 def mla_write_kernel(dtype: str) -> WriteKernel:

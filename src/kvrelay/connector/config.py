@@ -87,6 +87,8 @@ class ConnectorConfig:
     """Accept kv_load_failure_policy ``fail``: a failed load then fails the request."""
     allow_untested_vllm: bool = False
     """Accept a vLLM version this connector was not tested with."""
+    allow_untested_device: bool = False
+    """Accept an engine on CUDA, where this connector was not tested."""
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool}

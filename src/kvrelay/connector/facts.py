@@ -35,7 +35,7 @@ class ModelFacts:
     """Of the namespace, weights and chunk size not included."""
 
 
-def refusals(config: VllmConfig, cache: KVCacheConfig) -> list[str]:
+def refusals(config: VllmConfig, cache: KVCacheConfig, *, allow_untested_device: bool = False) -> list[str]:
     """Everything in this engine's configuration the connector does not support, with what to change."""
     model, parallel = config.model_config, config.parallel_config
     found: list[str] = []
@@ -45,7 +45,12 @@ def refusals(config: VllmConfig, cache: KVCacheConfig) -> list[str]:
             found.append(what)
 
     device = config.device_config.device_type
-    refuse(device != "cpu", f"KV cache on {device} is not supported yet: run this engine on a CPU")
+    refuse(device not in ("cpu", "cuda"), f"KV cache on {device} is not supported: run this engine on a CPU or CUDA")
+    refuse(
+        device == "cuda" and not allow_untested_device,
+        "KV cache on cuda has not been run by kvrelay's own tests, which have no such device: run tests/gpu on this "
+        "machine, and then set allow_untested_device to true",
+    )
     refuse(parallel.use_ubatching, "microbatches are not supported: start without --enable-dbo and --ubatch-size")
     refuse(model.runner_type != "generate", f"runner {model.runner_type!r} is not supported: use a generative model")
     refuse(

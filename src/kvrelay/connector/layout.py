@@ -54,6 +54,42 @@ def group_kernel_blocks(pages: np.ndarray[Any, Any], blocks: int) -> np.ndarray[
     )
 
 
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """What blocks of some layers are like."""
+
+    codec: Codec
+    heads: int
+    kernel_tokens: int
+    """Of a block as the attention kernels know it."""
+    content: int
+    """Items of a token of a head."""
+    item_bytes: int
+    block_tokens: int
+    """Of a block as the scheduler knows it: one or more of the kernels'."""
+    head_size: int
+    native: bool = False
+    """Objects hold whole blocks, as the engine does."""
+
+    @property
+    def kernel_blocks(self) -> int:
+        """Of one of the scheduler's blocks."""
+        return self.block_tokens // self.kernel_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one of the scheduler's blocks."""
+        return self.block_tokens * self.heads * self.content * self.item_bytes
+
+    def layer(self, pages: np.ndarray[Any, Any]) -> PagedLayer:
+        """A layer in host memory: ``[kernel block][head][token][content]``."""
+        if self.kernel_blocks > 1:
+            pages = group_kernel_blocks(pages, len(pages) // self.kernel_blocks)
+        return PagedLayer(
+            pages, self.codec, block_tokens=self.block_tokens, head_size=self.head_size, native=self.native
+        )
+
+
 class PagedLayer:
     """One layer's KV cache of one rank.
 
@@ -96,6 +132,9 @@ class PagedLayer:
         if self.native:
             tokens = -(-tokens // self.block_tokens) * self.block_tokens
         return self.planes * tokens * self.head_size * self._item_bytes
+
+    def computed(self) -> None:
+        """This step's tokens are there: so they are, in host memory, when the engine says so."""
 
     def save(self, blocks: Sequence[int], spans: Sequence[Span], targets: Sequence[WriteableBuffer]) -> bytes:
         """Objects out of ``blocks``, one a span; see `kvrelay.connector.pages.Pages.save`."""

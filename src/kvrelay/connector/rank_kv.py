@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.connector.layout import Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
     from kvrelay.connector.core.geometry import KvGeometry, KvGroup, RankShare
     from kvrelay.connector.core.orders import LoadOrder
     from kvrelay.connector.core.tables import Blocks, Tables
-    from kvrelay.connector.layout import PagedLayer
+    from kvrelay.connector.pages import Column, Span
+
+
+class Layer(Protocol):
+    """One layer's KV cache of one rank, wherever it lies."""
+
+    block_tokens: int
+
+    def computed(self) -> None:
+        """The engine says that this step's tokens are in their blocks, or will be. For its own thread."""
+
+    def save(self, blocks: Sequence[int], spans: Sequence[Span], targets: Sequence[WriteableBuffer]) -> bytes:
+        """Objects out of ``blocks``, one a span; see `kvrelay.connector.pages.Pages.save`."""
+
+    def load(
+        self, blocks: Sequence[int], spans: Sequence[Span], sources: Sequence[ReadableBuffer], sums: Column
+    ) -> int | None:
+        """Objects into ``blocks``, one a span; see `kvrelay.connector.pages.Pages.load`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayer:
     """One layer of one rank."""
 
-    pages: PagedLayer
+    pages: Layer
     group: int
     """Of the geometry's."""
     place: int
@@ -46,7 +65,7 @@ class RankKv:
     """Whether the engine can take part of a load: see `kvrelay.connector.core.tables.Tables.divisible`."""
 
     @classmethod
-    def dense(cls, geometry: KvGeometry, share: RankShare, pages: Sequence[PagedLayer]) -> RankKv:
+    def dense(cls, geometry: KvGeometry, share: RankShare, pages: Sequence[Layer]) -> RankKv:
         """A rank of a model of one group with one block table."""
         layers = tuple(RankLayer(one, 0, share.first_layer + at, 0) for at, one in enumerate(pages))
         return cls(geometry, (share,), layers, divisible=True)

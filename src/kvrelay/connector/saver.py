@@ -140,7 +140,9 @@ class Saver:
         return step
 
     def computed(self, step: Step, layers: Sequence[int]) -> None:
-        """These layers (of this rank, from 0) hold the step's tokens now."""
+        """These layers (of this rank, from 0) hold the step's tokens now, or will when the device has come so far."""
+        for layer in layers:
+            self._kv.layers[layer].pages.computed()
         self._queue.put((partial(self._save, layers=layers), step))
 
     def interrupted(self, step: Step) -> None:

@@ -40,9 +40,14 @@ class WorkerSide:
         hold_s: float,
         announce_wait_s: float,
         sync_load_wait_s: float = 0.25,
+        step_begins: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``layers``: how many this rank has. ``sync_load_wait_s``: how long a step waits for its synchronous loads."""
+        """``layers``: how many this rank has. ``sync_load_wait_s``: how long a step waits for its synchronous loads.
+
+        ``step_begins``: called when blocks have changed hands, before anything else of a step.
+        """
+        self._step_begins = step_begins
         self._clock = clock
         self._sync_load_wait_s = sync_load_wait_s
         self._announce_wait_s = announce_wait_s
@@ -125,6 +130,7 @@ class WorkerSide:
         """Take the step's orders on: announce its saves, start its loads."""
         if self._step is not None:  # the engine broke off before it said so
             self.end_step()
+        self._step_begins()
         self._computed.clear()
         jobs: list[Job] = []
         with self._changed:

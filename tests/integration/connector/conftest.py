@@ -16,7 +16,7 @@ from kvrelay.connector.core.geometry import KvGeometry, RankShare, rank_share  #
 from kvrelay.connector.core.orders import LoadOrder, SaveOrder, StepOrders  # noqa: E402
 from kvrelay.connector.core.tables import Blocks, Tables  # noqa: E402
 from kvrelay.connector.counters import Counters  # noqa: E402
-from kvrelay.connector.layout import PagedLayer, Run  # noqa: E402
+from kvrelay.connector.layout import BlockKind, PagedLayer, Run  # noqa: E402
 from kvrelay.connector.link import PoolLink  # noqa: E402
 from kvrelay.connector.loader import Loader  # noqa: E402
 from kvrelay.connector.rank_kv import RankKv  # noqa: E402
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from kvrelay.connector.codec import Codec
     from kvrelay.connector.core.orders import LoadOutcome
     from kvrelay.connector.core.rank import Results
+    from kvrelay.connector.rank_kv import Layer
 
 GEOMETRY = KvGeometry.dense(layers=4, kv_heads=4, head_size=32, item_bytes=4)
 (GROUP,) = GEOMETRY.groups
@@ -66,8 +68,9 @@ class Rank:
         staging_bytes: int = 64 << 20,
         native: bool = False,
         latent: bool = False,
+        copies: Any = None,
     ) -> None:
-        """``native``: in native packing. ``latent``: of a model with MLA."""
+        """``native``: in native packing. ``latent``: of a model with MLA. ``copies``: of its device."""
         group = LATENT if latent else GROUP
         self.share = share or rank_share(group, tp_rank=0, tp_size=1, first_layer=0, layers=GEOMETRY.layers)
         self.block_tokens = block_tokens
@@ -80,6 +83,9 @@ class Rank:
             PagedLayer(pages, codec, block_tokens=block_tokens, head_size=group.head_size, native=native)
             for pages in self.pages
         ]
+        layers: list[Layer] = [*self.layers]
+        if copies is not None:
+            layers = on_device(self.pages, codec, block_tokens, group.head_size, copies, native=native)
         self.counters = Counters()
         self.links = [
             PoolLink(address, name=f"{name} {what}", token=None, map_arena=True)
@@ -90,9 +96,13 @@ class Rank:
             if connected:
                 assert link._known.wait(WAIT_S)
         geometry = KvGeometry((replace(group, block_tokens=block_tokens if native else 1),))
-        kv = RankKv.dense(geometry, self.share, self.layers)
+        kv = RankKv.dense(geometry, self.share, layers)
         self.side = WorkerSide(
-            layers=len(self.layers), tables=Tables.one(block_tokens), hold_s=hold_s, announce_wait_s=5.0
+            layers=len(self.layers),
+            tables=Tables.one(block_tokens),
+            hold_s=hold_s,
+            announce_wait_s=5.0,
+            step_begins=copies.step_begins if copies is not None else lambda: None,
         )
         self.saver = Saver(
             kv=kv,
@@ -190,6 +200,30 @@ class Rank:
     def close(self) -> None:
         """Stop the threads."""
         self.side.close()
+
+
+def on_device(
+    pages: Sequence[Any], codec: Codec, block_tokens: int, head_size: int, copies: Any, *, native: bool
+) -> list[Layer]:
+    """These pages as layers of a device's."""
+    import torch
+
+    from kvrelay.connector.device import DeviceLayer, Mirrors
+
+    blocks, heads, items = pages[0].shape
+    kind = BlockKind(
+        codec,
+        heads,
+        block_tokens,
+        items // block_tokens,
+        4,
+        block_tokens=block_tokens,
+        head_size=head_size,
+        native=native,
+    )
+    mirrors = Mirrors(kind, copies)
+    shape = (blocks, heads, block_tokens, items // block_tokens)
+    return [DeviceLayer(mirrors, torch.from_numpy(one.view("i4")).view(shape)) for one in pages]
 
 
 def chunks_of(tokens: int, prompt: int = 0) -> tuple[Chunk, ...]:

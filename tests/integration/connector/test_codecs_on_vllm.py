@@ -101,16 +101,16 @@ def test_the_latents_codec_is_what_the_mla_backend_writes(dtype: str, native: bo
 def test_an_engines_kv_tensor_is_read_in_place(dtype: str) -> None:
     import torch
 
-    from kvrelay.connector.compat import kv_pages
+    from kvrelay.connector.compat import check_kv, kv_pages
     from kvrelay.errors import ConfigError
 
     tensor = torch.zeros(5, 32, 3, 128, dtype=getattr(torch, dtype)).transpose(1, 2)
-    pages = kv_pages(tensor, DTYPES[dtype])
+    pages = kv_pages(tensor)
     assert pages.shape == (5, 3, 32, 128)
     pages[2, 1, 7, 3] = 1
     assert tensor.count_nonzero() == 1
     with pytest.raises(ConfigError, match=r"shape \(5, 96, 128\) .* is not \(blocks, heads, tokens, content\)"):
-        kv_pages(tensor.flatten(1, 2), DTYPES[dtype])
+        check_kv(tensor.flatten(1, 2), DTYPES[dtype])
 
 
 class FullAttentionSpec(SimpleNamespace):

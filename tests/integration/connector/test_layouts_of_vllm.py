@@ -100,7 +100,7 @@ def check(
     codec = find_codec(backend, "", block_tokens=kernel_block or 32, head_size=DIMS, item_bytes=size)
 
     def layer(view: Any) -> PagedLayer:
-        pages = kv_pages(view, size)
+        pages = kv_pages(view)
         if kernel_block:
             pages = group_kernel_blocks(pages, BLOCKS)
         return PagedLayer(pages, codec, block_tokens=32, head_size=DIMS, native=native)

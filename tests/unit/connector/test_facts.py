@@ -103,6 +103,7 @@ def facts(*args: Any, **changes: Any) -> dict[str, str]:
 def test_a_dense_model_is_not_refused() -> None:
     assert refusals(config(), cache()) == []
     assert refusals(config(speculative_config=SimpleNamespace(method="ngram")), cache()) == []
+    assert refusals(config(device="cuda"), cache(), allow_untested_device=True) == []
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,8 @@ def test_a_dense_model_is_not_refused() -> None:
         ({"runner_type": "pooling"}, "runner 'pooling' is not supported"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "draft model"),
-        ({"device": "cuda"}, "KV cache on cuda is not supported yet: run this engine on a CPU"),
+        ({"device": "xpu"}, "KV cache on xpu is not supported: run this engine on a CPU or CUDA"),
+        ({"device": "cuda"}, "run tests/gpu on this machine, and then set allow_untested_device to true"),
         ({"use_ubatching": True}, "start without --enable-dbo"),
     ],
 )
