@@ -15,6 +15,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from children import end_with_parent
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -49,6 +51,7 @@ class Peer:
             text=True,
             env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
             start_new_session=True,  # a group of its own, to be stopped and continued as one
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - no threads here yet; stopped or not, as its servers with it
         )
         try:
             self._answer()
