@@ -225,6 +225,22 @@ def preempted(output: SchedulerOutput) -> set[str]:
 # --- the worker's tensors ---
 
 
+ROTARY_KERNEL = "rotary_embedding"
+WITHOUT_ROTARY_KERNEL = f"""--compilation-config '{{"custom_ops": ["-{ROTARY_KERNEL}"]}}'"""
+
+
+def rotates_latents_wrongly(config: VllmConfig) -> bool:
+    """Whether an engine's MLA layers would be rotated by vLLM's kernel for CPUs.
+
+    It takes the distance between two heads for that between two tokens: right for flat rows, wrong for the
+    ``[token][head][dim]`` that MLA hands it. Some heads are rotated by other tokens' positions, the rest not at all,
+    and which depends on how many tokens a step computes. vLLM's PyTorch code, used without the kernel, is right.
+    """
+    return bool(
+        config.device_config.device_type == "cpu" and config.compilation_config.is_custom_op_enabled(ROTARY_KERNEL)
+    )
+
+
 def attention_kind(config: VllmConfig, layer_name: str) -> tuple[str, str]:
     """Attention backend of a layer, and the instruction set it really uses."""
     layer = config.compilation_config.static_forward_context[layer_name]

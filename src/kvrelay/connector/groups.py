@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.connector import compat
 from kvrelay.connector.core.geometry import KvGeometry, KvGroup, RankShare, rank_share
 from kvrelay.connector.core.tables import Table, Tables
 from kvrelay.errors import ConfigError
@@ -105,9 +106,11 @@ def _spec_refusals(config: VllmConfig, spec: Any) -> Iterator[str]:
     if name not in KINDS:
         yield f"KV cache of kind {WHY.get(name, name)} is not supported yet: use full, sliding-window or MLA attention"
         return
-    if KINDS[name] == LATENT:  # on CPUs its prefill and its decode disagree (docs/connector.md): none would be right
-        yield "MLA attention is not supported yet: use a model with full or sliding-window attention"
-        return
+    if KINDS[name] == LATENT and compat.rotates_latents_wrongly(config):
+        yield (
+            "vLLM's rotary kernel for CPUs is wrong for MLA attention: answers would depend on which requests share a "
+            f"step; start with {compat.WITHOUT_ROTARY_KERNEL}"
+        )
     if getattr(spec, "attention_chunk_size", None) is not None:
         yield "chunked attention is not supported yet: use full, sliding-window or MLA attention"
     if dtype_name(spec.dtype) not in ITEM_BYTES:

@@ -97,6 +97,21 @@ def test_the_latents_codec_is_what_the_mla_backend_writes(dtype: str, native: bo
     prove(codec, kernel, heads=1, dtype=np.dtype(f"u{DTYPES[dtype]}"), native=native, **sizes)
 
 
+def test_vllms_rotary_kernel_takes_the_heads_of_mla_for_tokens() -> None:
+    """Why engines with MLA are refused with it. When vLLM has mended it, the refusal can go."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    tokens, heads, dims = 5, 4, 64
+    positions = torch.arange(tokens)
+    turns = torch.randn(8, dims, generator=torch.Generator().manual_seed(1))
+    flat = torch.randn(tokens, heads * dims, generator=torch.Generator().manual_seed(2))
+    by_head, key = flat.clone().view(tokens, heads, dims), torch.zeros(tokens, 1, dims)
+    ops.rotary_embedding(positions, flat, key.view(tokens, dims), dims, turns, False)
+    ops.rotary_embedding(positions, by_head, key, dims, turns, False)
+    assert not torch.allclose(by_head.view(tokens, -1), flat)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_engines_kv_tensor_is_read_in_place(dtype: str) -> None:
     import torch

@@ -20,13 +20,15 @@ pytestmark = [
 ]
 
 
-def groups_of(model: Path, specs: dict[str, Any]) -> tuple[Any, Any]:
-    """vLLM's configuration of a model, and its groups for layers of these specs."""
+def groups_of(model: Path, specs: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    """vLLM's configuration of a model, and its groups for layers of these specs. ``options``: more of the engine's."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    args = EngineArgs(model=str(model), dtype="float32", block_size=32, max_model_len=1024, enforce_eager=True)
+    args = EngineArgs(
+        model=str(model), dtype="float32", block_size=32, max_model_len=1024, enforce_eager=True, **options
+    )
     config = args.create_engine_config()
     config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core resolves it for CPUs
     return config, KVCacheConfig(100, [], get_kv_cache_groups(config, specs))
@@ -81,7 +83,10 @@ def test_a_deepseeks_layers_are_one_latent(tmp_path: Path) -> None:
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
     config, cache = groups_of(model, {layer(at): spec for at in range(3)})
     assert config.model_config.use_mla
-    assert [line.split(":")[0] for line in refusals(config, cache)] == ["MLA attention is not supported yet"]
+    assert ["rotary kernel" in line for line in refusals(config, cache)] == [True]
+    without = {"custom_ops": ["-rotary_embedding"]}
+    config, cache = groups_of(model, {layer(at): spec for at in range(3)}, compilation_config=without)
+    assert refusals(config, cache) == []
     facts = read_model(config, cache)
     (group,) = facts.groups.geometry.groups
     assert (facts.facts["kv_groups"], group.heads, group.planes) == ("latent_attention", 1, 1)

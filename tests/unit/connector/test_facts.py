@@ -91,6 +91,7 @@ def config(hf: dict[str, Any] | None = None, **changes: Any) -> Any:
         parallel_config=SimpleNamespace(**parallel),
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
         cache_config=SimpleNamespace(cache_dtype=changes.get("kv_cache_dtype", "auto")),
+        compilation_config=SimpleNamespace(is_custom_op_enabled=changes.get("kernels", ()).__contains__),
         lora_config=changes.get("lora_config"),
         speculative_config=changes.get("speculative_config"),
     )
@@ -130,8 +131,8 @@ def test_an_unsupported_engine_is_told_in_one_line_what_to_change(changes: dict[
         ((spec(), MambaSpec()), "mamba"),
         ((SimpleNamespace(),), "kind SimpleNamespace is not supported yet: use full, sliding-window or MLA attention"),
         ((spec(attention_chunk_size=8192),), "chunked attention"),
-        ((latent(tokens_per_state=4),), "MLA attention is not supported yet"),
-        ((latent(model_version="deepseek_v4"),), "MLA attention is not supported yet"),
+        ((latent(tokens_per_state=4),), "compressed MLA is not supported yet"),
+        ((latent(model_version="deepseek_v4"),), "compressed MLA is not supported yet"),
         ((window(64, extra_retained_tokens=2),), "beyond the window"),
         ((spec(num_kv_heads=2),), "layers of 2 KV heads in a model of 4"),
         ((spec(), spec(dtype="torch.bfloat16")), "different types in one model"),
@@ -142,6 +143,13 @@ def test_an_unsupported_engine_is_told_in_one_line_what_to_change(changes: dict[
 def test_an_unsupported_kv_cache_is_told_in_one_line(group: tuple[Any, ...], told: str) -> None:
     (line,) = refusals(config(kv_cache_dtype="fp8"), cache(*group))
     assert told in line
+
+
+def test_mla_is_refused_where_vllms_kernel_would_rotate_it_wrongly() -> None:
+    (line,) = refusals(config(kernels=["rotary_embedding"]), cache(latent()))
+    assert line.endswith("""start with --compilation-config '{"custom_ops": ["-rotary_embedding"]}'""")
+    assert refusals(config(), cache(latent())) == []
+    assert refusals(config(kernels=["rotary_embedding"]), cache()) == []
 
 
 def test_all_reasons_are_told_at_once() -> None:

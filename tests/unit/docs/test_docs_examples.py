@@ -35,7 +35,7 @@ FOREIGN_FLAGS = {
     "--section", "--no-peers", "--api-key", "--otlp-traces-endpoint", "--scheduling-policy",
     "--ssl-certfile", "--ssl-keyfile", "--enable-auto-tool-choice", "--tool-call-parser",
     "--enable-force-include-usage", "--enable-scale-out",
-    "--enable-prompt-embeds", "--trust-request-chat-template",
+    "--enable-prompt-embeds", "--trust-request-chat-template", "--compilation-config",
     "--prefill-X", "--decode-X", "--prefill-", "--decode-",
 }  # fmt: skip
 """Of vLLM, of the model hub's command and of the benchmark; and patterns."""
