@@ -10,7 +10,7 @@ np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from kvrelay.connector.layout import prove  # noqa: E402 - after the skip
-from kvrelay.testing.device_cache import BLOCK, DIMS, HEADS, ORDERS, DeviceCache, prompt  # noqa: E402
+from kvrelay.testing.device_cache import BLOCK, ORDERS, DeviceCache, prompt  # noqa: E402
 
 LONG_CYCLES = 400_000_000
 """Some tenths of a second."""
@@ -70,13 +70,18 @@ def test_blocks_are_written_when_whoever_had_them_before_has_come_to_an_end(devi
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
-def test_the_codec_is_what_the_engines_own_kernel_writes(backend: str, dtype: str, *, native: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "heads", "head_size"),
+    [("FLASH_ATTN", 2, 64), ("FLASHINFER", 2, 64), ("TRITON_ATTN", 2, 64), ("FLASH_ATTN_MLA", 1, 576)],
+)
+def test_the_codec_is_what_the_engines_own_kernel_writes(
+    backend: str, heads: int, head_size: int, dtype: str, *, native: bool
+) -> None:
     pytest.importorskip("vllm")
     from kvrelay.connector.codec import find_codec
     from kvrelay.connector.compat import write_kernel
 
-    codec = find_codec(backend, "", block_tokens=BLOCK, head_size=DIMS, item_bytes=2)
+    codec = find_codec(backend, "", block_tokens=BLOCK, head_size=head_size, item_bytes=2)
     kernel = write_kernel(backend, "", dtype, BLOCK)
-    sizes = {"heads": HEADS, "block_tokens": BLOCK, "head_size": DIMS}
+    sizes = {"heads": heads, "block_tokens": BLOCK, "head_size": head_size}
     prove(codec, kernel, dtype=np.dtype("u2"), native=native, **sizes)

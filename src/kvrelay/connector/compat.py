@@ -285,9 +285,11 @@ def kv_pages(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def write_kernel(backend: str, isa: str, dtype: str, block_tokens: int) -> WriteKernel:
     """VLLM's own cache-write kernel, as `kvrelay.connector.layout.prove` wants it."""
-    if not backend.startswith("CPU_"):
-        return cuda_write_kernel(backend, dtype)
-    return mla_write_kernel(dtype) if backend == "CPU_MLA" else cpu_write_kernel(isa, dtype, block_tokens)
+    if backend in ("CPU_MLA", "AMX_MLA"):
+        return mla_write_kernel(dtype)
+    if backend == "CPU_ATTN":
+        return cpu_write_kernel(isa, dtype, block_tokens)
+    return cuda_latent_write_kernel(dtype) if backend.endswith("MLA") else cuda_write_kernel(backend, dtype)
 
 
 def cuda_write_kernel(backend: str, dtype: str) -> WriteKernel:
@@ -316,8 +318,35 @@ def cuda_write_kernel(backend: str, dtype: str) -> WriteKernel:
     return write
 
 
+def cuda_latent_write_kernel(dtype: str) -> WriteKernel:
+    """How backends of MLA write their cache: on the current CUDA device."""
+    import torch
+    from vllm._custom_ops import concat_and_cache_mla
+
+    def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
+        kind = getattr(torch, dtype)
+        given = torch.from_numpy(tokens).view(kind)[0, 0].cuda()
+        size = given.shape[-1]
+        host = torch.from_numpy(pages).view(kind).view(pages.shape[0], -1, size)
+        cache = host.cuda()
+        latent = latent_items(size)
+        where = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
+        scale = torch.ones((), device=cache.device)
+        concat_and_cache_mla(
+            given[:, :latent].contiguous(), given[:, latent:].contiguous(), cache, where, "auto", scale
+        )
+        host.copy_(cache)
+
+    return write
+
+
+def latent_items(size: int) -> int:
+    """Where MLA's latent ends and its rotary part begins: where they are joined changes nothing; DeepSeek's 512, 64."""
+    return size * 8 // 9
+
+
 def mla_write_kernel(dtype: str) -> WriteKernel:
-    """How the CPU's MLA backend writes its cache."""
+    """How the CPU's MLA backends write their cache."""
     import torch
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
@@ -326,7 +355,7 @@ def mla_write_kernel(dtype: str) -> WriteKernel:
         given = torch.from_numpy(tokens).view(kind)[0, 0]
         size = given.shape[-1]
         cache = torch.from_numpy(pages).view(kind).view(pages.shape[0], -1, size)
-        latent = size * 8 // 9  # where they are joined changes nothing: DeepSeek's are 512 and 64
+        latent = latent_items(size)
         CPUMLAImpl.do_kv_cache_update(
             None,
             given[:, :latent],
