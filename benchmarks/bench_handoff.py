@@ -131,7 +131,7 @@ def main() -> None:
     made = Settings(args.repeats, warmup, args.limit, decodes)
     tables: dict[str, Table] = {
         "ttft": TtftTable(made, GOALS_MS[args.model]),
-        "saving": SavingTable(made),
+        "saving": SavingTable(made, SIZES[args.model].kv_bytes_per_token),
         "beside": BesideTable(made),
         "overlapped": OverlappedTable(made),
     }

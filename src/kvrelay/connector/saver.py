@@ -1,7 +1,8 @@
 """Saves one rank's KV, layer by layer, on a thread of its own while the forward pass goes on.
 
-A step's chunks are announced as soon as the step begins; then, whenever a layer of the step has been computed, that
-layer's segments are copied out of the engine's blocks and published, so that a reader can follow layer by layer.
+A step's chunks are announced as soon as the step begins; then, whenever layers of the step have been computed, their
+segments are copied out of the engine's blocks and published, so that a reader can follow while the rest is computed.
+Layers of few bytes are published together: see `PUBLISH_BYTES`.
 
 An object is complete when all ranks have written their shares. A rank that will not write one owes the pool that word,
 when it had no connection or no time to announce it, or was not granted it while another rank, asking later, may have
@@ -23,7 +24,7 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 from kvrelay.client.core.operations import StagePart
-from kvrelay.connector.pages import Span
+from kvrelay.connector.saves import Granted, Step, Stretch
 from kvrelay.errors import KvRelayError
 from kvrelay.wire import limits
 
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvrelay.client.blocking import PoolClient
-    from kvrelay.connector.core.orders import SaveOrder
     from kvrelay.connector.counters import Counters
     from kvrelay.connector.layout import Run
     from kvrelay.connector.link import PoolLink
+    from kvrelay.connector.pages import Span
     from kvrelay.connector.rank_kv import RankKv, RankLayer
+    from kvrelay.connector.saves import Job
     from kvrelay.identity.core.chunks import Chunk
     from kvrelay.wire.messages import Grant, Spec
 
@@ -51,54 +53,25 @@ BUSY_S = 0.25
 """How late it is paid at most where there is always work."""
 REFUSED_S = 1.0
 """How long after a refusal: another rank, of a later pipeline stage, may come to ask only then."""
+PUBLISH_BYTES = 2 << 20
+"""Computed layers wait until they are so many bytes, or the step's last is among them, and are published together.
+
+What it costs to publish them, an engine's core pays; a reader who follows copies as much in half a millisecond.
+"""
+PUBLISH_SEGMENTS = 8192
+"""Nor do more segments wait: a message to the pool has a limit."""
 WRITE_LEASE_S = 300.0
 """How long the pool waits for an object to be completed by a writer that is connected. A step can be long on a CPU."""
-
-
-class Job:
-    """One save order. ``ended`` is called once, when its blocks will not be read for it any more, from any thread."""
-
-    def __init__(self, order: SaveOrder, ended: Callable[[Job], None]) -> None:
-        self.order = order
-        self.cancelled = False
-        self.granted: dict[int, list[tuple[Chunk, Grant]]] = {}
-        """Chunks of each group being written for it; the saving thread's own."""
-        self.unsaved_tokens = sum(chunk.tokens for chunk in order.chunks)
-        """Tokens that will be missing if it ends now; the saving thread's own, but for reading."""
-        self._ended = ended
-        self._once = threading.Lock()
-
-    def end(self) -> bool:
-        """It is over; whether it was not before."""
-        first = self._once.acquire(blocking=False)
-        if first:
-            self._ended(self)
-        return first
-
-    def runs(self, layer: RankLayer) -> list[tuple[Run, list[tuple[Chunk, Grant]]]]:
-        """Granted chunks of a layer's group as runs of neighbours, each with where it lies in the blocks."""
-        runs: list[list[tuple[Chunk, Grant]]] = []
-        for item in self.granted.get(layer.group, ()):
-            if runs and runs[-1][-1][0].end == item[0].start:
-                runs[-1].append(item)
-            else:
-                runs.append([item])
-        return [(layer.run(self.order.tables, run[0][0].start, run[-1][0].end), run) for run in runs]
 
 
 def _ticket(job: Job) -> str:
     return job.order.ticket or ""
 
 
-class Step:
-    """The saves of one engine step."""
-
-    def __init__(self, jobs: list[Job]) -> None:
-        self.jobs = jobs
-        self.announced = threading.Event()
-        """The pool has answered, or will not be asked."""
-        self.client: PoolClient | None = None
-        self.done_layers: set[int] = set()
+def _part(view: memoryview, place: int, count: int) -> memoryview:
+    """The ``place``-th of ``count`` equal parts."""
+    size = view.nbytes // count
+    return view[place * size : (place + 1) * size]
 
 
 class Saver:
@@ -112,8 +85,13 @@ class Saver:
         link: PoolLink,
         counters: Counters,
         name: str,
+        publish_bytes: int = PUBLISH_BYTES,
     ) -> None:
-        """``kv``: this rank's. ``group``: under which the engine's ranks write together."""
+        """``kv``: this rank's. ``group``: under which the engine's ranks write together.
+
+        ``publish_bytes``: how much waits, at most, to be published together.
+        """
+        self._publish_bytes = publish_bytes
         self._kv = kv
         self._counted = kv.written[0] if kv.written else None
         """Tokens are counted once, not for every group: for this one."""
@@ -143,7 +121,16 @@ class Saver:
         """These layers (of this rank, from 0) hold the step's tokens now, or will when the device has come so far."""
         for layer in layers:
             self._kv.layers[layer].pages.computed()
-        self._queue.put((partial(self._save, layers=layers), step))
+            self._tell(step, layer)
+        last = len(step.computed) == len(self._kv.layers)
+        much = step.waiting_bytes >= self._publish_bytes or step.waiting_segments >= PUBLISH_SEGMENTS
+        if step.waiting and (last or much):
+            self._queue.put((partial(self._save, numbers=step.take()), step))
+
+    def _tell(self, step: Step, number: int) -> None:
+        layer = self._kv.layers[number]
+        share = self._kv.share(layer)
+        step.told(number, share.bytes_per_layer(step.tokens, self._kv.group(layer)), share.heads * step.chunks)
 
     def interrupted(self, step: Step) -> None:
         """The forward pass ended before all its layers: what the rest of the blocks hold is not this step's KV."""
@@ -269,7 +256,7 @@ class Saver:
             grant = grants[spec.key]
             if grant.state == "granted" and grant.handle not in self._written:
                 self._written[grant.handle] = None
-                job.granted.setdefault(group, []).append((chunk, grant))
+                job.granted.setdefault(group, []).append(Granted(chunk, grant, spec))
                 continue
             # Granted and written: another request holds the same chunk, and its bytes are written once.
             if group != self._counted:
@@ -278,49 +265,48 @@ class Saver:
             if grant.state != "granted":
                 self._counters.add(f"not_saved_{grant.state}", chunk.tokens)
 
-    def _save(self, step: Step, layers: Sequence[int]) -> None:
-        for layer in layers:
-            if layer not in step.done_layers:
-                step.done_layers.add(layer)
-                self._save_layer(step, layer)
+    def _save(self, step: Step, numbers: Sequence[int]) -> None:
+        groups = [self._kv.layers[number].group for number in numbers]
+        for group in dict.fromkeys(groups):
+            layers = [number for number, of in zip(numbers, groups, strict=True) if of == group]
+            step.done_layers.update(layers)
+            self._save_layers(step, group, [self._kv.layers[number] for number in layers])
         if len(step.done_layers) == len(self._kv.layers):
             for job in step.jobs:
                 counted = () if self._counted is None else job.granted.get(self._counted, ())
-                self._counters.add("saved_tokens", sum(chunk.tokens for chunk, _ in counted))
+                self._counters.add("saved_tokens", sum(item.chunk.tokens for item in counted))
                 job.granted = {}
                 job.end()
             while len(self._written) > MAX_REMEMBERED:
                 del self._written[next(iter(self._written))]
 
-    def _save_layer(self, step: Step, number: int) -> None:
-        layer = self._kv.layers[number]
+    def _save_layers(self, step: Step, group: int, layers: Sequence[RankLayer]) -> None:
+        """Copy and publish layers of one group."""
         if step.client is None:
             return
-        group, share, first = self._kv.group(layer), self._kv.share(layer), self._kv.first_segment(layer)
-        due: list[tuple[Job, list[tuple[Run, list[Span]]]]] = []
-        parts: list[StagePart] = []
-        for job in step.jobs:
-            runs = []
-            for run, granted in job.runs(layer):
-                origin = granted[0][0].start
-                runs.append((run, [Span.whole(c.tokens, run.offset + c.start - origin) for c, _ in granted]))
-                parts += [StagePart(grant, group.spec(c.key, c.tokens), first, share.heads) for c, grant in granted]
-            if runs:
-                due.append((job, runs))
-        if not parts:
+        due = [job for job in step.jobs if job.granted.get(group)]
+        if not due:
             return
-        staged = iter(zip(parts, step.client.stage(parts), strict=True))
+        share, stretches = self._kv.shares[group], self._stretches(layers)
+        of_job = [
+            [
+                StagePart(item.grant, item.spec, stretch.first, share.heads * len(stretch.layers))
+                for stretch in stretches
+                for item in job.granted[group]
+            ]
+            for job in due
+        ]
+        staged = iter(step.client.stage([part for parts in of_job for part in parts]))
         saved: list[tuple[StagePart, memoryview, array[int]]] = []
-        for job, runs in due:
-            of_job = list(islice(staged, sum(len(spans) for _, spans in runs)))
-            sums = self._read(job, layer, runs, [view for _, view in of_job])
+        for job, parts in zip(due, of_job, strict=True):
+            views = list(islice(staged, len(parts)))
+            sums = self._read(job, stretches, views, share.heads)
             if sums is None:
                 self._give_up(step, [job], "cancelled")
-                continue
-            for at, (part, view) in enumerate(of_job):
-                saved.append((part, view, sums[at * share.heads : (at + 1) * share.heads]))
+            else:
+                saved += zip(parts, views, sums, strict=True)
         if saved:
-            done = sum(self._kv.layers[other].group == layer.group for other in step.done_layers)
+            done = sum(self._kv.layers[other].group == group for other in step.done_layers)
             step.client.commit(
                 [part for part, _, _ in saved],
                 [view for _, view, _ in saved],
@@ -329,11 +315,46 @@ class Saver:
             )
             self._counters.add("saved_bytes", sum(part.size for part, _, _ in saved))
 
+    def _stretches(self, layers: Sequence[RankLayer]) -> list[Stretch]:
+        """Layers of one group, those together whose segments are neighbours."""
+        stretches: list[Stretch] = []
+        end = -1
+        for layer in layers:
+            first = self._kv.first_segment(layer)
+            if first == end:
+                stretches[-1].layers.append(layer)
+            else:
+                stretches.append(Stretch(first, [layer]))
+            end = first + self._kv.share(layer).heads
+        return stretches
+
     def _read(
-        self, job: Job, layer: RankLayer, runs: Sequence[tuple[Run, Sequence[Span]]], views: Sequence[memoryview]
+        self, job: Job, stretches: Sequence[Stretch], views: Sequence[memoryview], heads: int
+    ) -> list[array[int]] | None:
+        """Copy layers of a job's tokens out of the engine's blocks, ``views`` of each stretch one after the other.
+
+        Returns the checksums of each view's segments; None: they are not to be read.
+        """
+        sums = [array("Q") for _ in views]
+        runs: dict[int, list[tuple[Run, list[Span]]]] = {}
+        count = len(views) // len(stretches)
+        for at, stretch in enumerate(stretches):
+            mine = slice(at * count, (at + 1) * count)
+            for place, layer in enumerate(stretch.layers):
+                if layer.table not in runs:
+                    runs[layer.table] = job.runs(layer)
+                targets = [_part(view, place, len(stretch.layers)) for view in views[mine]]
+                read = self._read_layer(job, layer, runs[layer.table], targets)
+                if read is None:
+                    return None
+                for chunk, of_chunk in enumerate(sums[mine]):
+                    of_chunk.extend(read[chunk * heads : (chunk + 1) * heads])
+        return sums
+
+    def _read_layer(
+        self, job: Job, layer: RankLayer, runs: Sequence[tuple[Run, Sequence[Span]]], targets: Sequence[memoryview]
     ) -> array[int] | None:
-        """Copy a layer of a job's tokens out of the engine's blocks; the checksums. None: they are not to be read."""
-        rest, sums = iter(views), array("Q")
+        rest, sums = iter(targets), array("Q")
         with self._reading:
             if job.cancelled:
                 return None
@@ -359,7 +380,7 @@ class Saver:
         """End jobs whose chunks will not be complete; who waits for them is told."""
         handles: list[int] = []
         for job in jobs:
-            handles += [grant.handle for granted in job.granted.values() for _, grant in granted]
+            handles += [item.grant.handle for granted in job.granted.values() for item in granted]
             job.granted = {}
             self._end(job, reason)
         for handle in handles:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.connector.core.orders import LoadKind
 from kvrelay.connector.core.rank import RankLedger
-from kvrelay.connector.saver import Job
+from kvrelay.connector.saves import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvrelay.connector.core.rank import Results
     from kvrelay.connector.core.tables import Tables
     from kvrelay.connector.loader import Loader
-    from kvrelay.connector.saver import Saver, Step
+    from kvrelay.connector.saver import Saver
+    from kvrelay.connector.saves import Step
 
 IDLE_WAIT_S = 0.002
 """How long a step without a forward pass waits for something to report: the engine would only ask again."""

@@ -69,8 +69,12 @@ class Rank:
         native: bool = False,
         latent: bool = False,
         copies: Any = None,
+        publish_bytes: int = 1,
     ) -> None:
-        """``native``: in native packing. ``latent``: of a model with MLA. ``copies``: of its device."""
+        """``native``: in native packing. ``latent``: of a model with MLA. ``copies``: of its device.
+
+        ``publish_bytes``: as `Saver` takes it; unless told otherwise each layer is published by itself.
+        """
         group = LATENT if latent else GROUP
         self.share = share or rank_share(group, tp_rank=0, tp_size=1, first_layer=0, layers=GEOMETRY.layers)
         self.block_tokens = block_tokens
@@ -110,6 +114,7 @@ class Rank:
             link=self.links[0],
             counters=self.counters,
             name=f"{name} saves",
+            publish_bytes=publish_bytes,
         )
         self.staging = Staging(staging_bytes)
         self.loader, sync_loader = (

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.client.blocking import PoolClient
 from kvrelay.connector.core.geometry import RankShare
-from kvrelay.connector.saver import Job
+from kvrelay.connector.saves import Job
 from kvrelay.testing.certificates import Authority
 from kvrelay.testing.pool import PoolProcess, PoolThread
 from kvrelay.transport.certificates import server_context
@@ -28,6 +28,7 @@ Make: TypeAlias = Callable[..., Any]
 P_BLOCKS = [7, 3, 4, 5, 20, 1, 0, 9, 11, 12]
 D_BLOCKS = [2, 13, 6, 21, 22, 23, 1, 8, 17, 18]
 TOKENS = 200
+WAIT_S = 10.0
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
@@ -214,6 +215,68 @@ def test_a_reader_takes_each_layer_as_soon_as_it_is_saved(pool: PoolThread, make
     p.side.end_step()
     assert d.loaded().report.loads["r"].valid_end == TOKENS
     assert same(d.tokens(D_BLOCKS, TOKENS), p.tokens(P_BLOCKS, TOKENS))
+
+
+LAYER_BYTES = TOKENS * 4 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize("publish_bytes", [2 * LAYER_BYTES, 1 << 30])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
+def test_layers_published_together_arrive_whole_from_ranks_of_any_shape(
+    address: str, make_rank: Make, make_chunks: Make, make_shares: Make, shape: tuple[int, int], publish_bytes: int
+) -> None:
+    chunks = make_chunks(TOKENS)
+    ranks = [make_rank(address, share=share, name="P", publish_bytes=publish_bytes) for share in make_shares(*shape)]
+    d = make_rank(address, name="D")
+    for rank in ranks:
+        rank.step(saves=(rank.save_order(chunks, P_BLOCKS),))
+    d.step(loads=(d.load_order(chunks, D_BLOCKS),))
+    assert d.loaded().report.loads["r"].valid_end == TOKENS
+    arrived = d.tokens(D_BLOCKS, TOKENS)
+    for rank in ranks:
+        heads = slice(rank.share.first_head, rank.share.first_head + rank.share.heads)
+        layers = slice(rank.share.first_layer, rank.share.first_layer + rank.share.layers)
+        assert same([layer[heads] for layer in arrived[layers]], rank.tokens(P_BLOCKS, TOKENS))
+        assert rank.saved(1).report.saves_ended == {"r": 1}
+
+
+@pytest.mark.parametrize(("computed", "ready"), [(1, 0), (2, 2), (3, 2), (4, 4)])
+def test_layers_wait_until_they_are_many_bytes_or_the_last_is_computed(
+    pool: PoolThread, make_rank: Make, make_chunks: Make, computed: int, ready: int
+) -> None:
+    chunks = make_chunks(TOKENS)
+    p = make_rank(pool.unix, publish_bytes=2 * LAYER_BYTES)
+    p.announce(saves=(p.save_order(chunks, P_BLOCKS),))
+    for layer in range(computed):
+        p.side.layer_computed(layer)
+    with PoolClient.connect(pool.unix, name="looker", map_arena=False) as client:
+        found = client.match_prefix([chunk.key for chunk in chunks], lease_s=WAIT_S)
+        assert len(found) == len(chunks)
+        if ready:
+            assert client.wait(found, ready, timeout_s=WAIT_S) == ready
+        else:
+            assert [view.ready for view in found.views] == [0] * len(chunks)
+
+
+def test_a_save_cancelled_while_its_layers_wait_reads_no_block_and_readers_are_told(
+    pool: PoolThread, make_rank: Make, make_chunks: Make
+) -> None:
+    """1. P announces; D waits. 2. All layers but one wait. 3. The blocks are taken back. 4. The last is computed."""
+    chunks = make_chunks(TOKENS)
+    p, d = make_rank(pool.unix, publish_bytes=1 << 30), make_rank(pool.unix, name="D")
+    p.announce(saves=(p.save_order(chunks, P_BLOCKS),))
+    d.step(loads=(d.load_order(chunks, D_BLOCKS),))
+    until_waited_for(pool)
+    for layer in range(3):
+        p.side.layer_computed(layer)
+    p.saver.cancel(list(p.side._jobs["r"]))
+    p.side.layer_computed(3)
+    p.side.end_step()
+    p.saved(1)
+    outcome = d.loaded().report.loads["r"]
+    assert (outcome.valid_end, outcome.reason) == (0, Reason.WRITER_LOST)
+    assert stat(pool)["objects"] == 0
+    assert "saved_bytes" not in p.counters.take()
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
