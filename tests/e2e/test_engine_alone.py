@@ -22,6 +22,7 @@ from kvrelay.identity.weights import weights_identity
 from kvrelay.launch.host import free_ports
 from kvrelay.testing.models import change_one_weight
 from kvrelay.testing.pool import pool_process
+from kvrelay.testing.resting import environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,9 @@ def engine(model: Path, pool: str, log: Path) -> Iterator[str]:
     guarded = [sys.executable, "-m", "kvrelay.launch.guard", "10", "--", *command]  # ends with its standard input
     with (
         log.open("wb") as output,
-        subprocess.Popen(guarded, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=output) as process,
+        subprocess.Popen(
+            guarded, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=output, env=environment()
+        ) as process,
     ):
         try:
             url = f"http://127.0.0.1:{port}"

@@ -61,13 +61,17 @@ def said(events: Events) -> dict[str, Any]:
 
 
 def shape(event: dict[str, Any]) -> dict[str, Any]:
-    """An event without what differs each time: its id, and how much text there is. A vLLM that lags joins tokens."""
+    """An event without what differs each time: its id, and how many tokens are in it. A vLLM that lags joins tokens.
+
+    So the text's length does not count, nor whether the answer's end is in this event already.
+    """
 
     def some(text: str | None) -> str | None:
         return "some text" if text else text
 
     choices = [dict(choice) for choice in event["choices"]]
     for choice in choices:
+        choice.update({name: None for name in ("finish_reason", "stop_reason") if name in choice})
         if "text" in choice:
             choice["text"] = some(choice["text"])
         elif "content" in choice["delta"]:

@@ -6,6 +6,8 @@ import json
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+from asking import engines_idle, eventually
+
 from kvrelay.testing.stack import Counters
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def test_the_stack_answers_as_the_plain_engine_does(stack: RunningStack, referen
     prompt = "The yield statement is semantically equivalent to a yield expression. " * 30
     assert complete(stack, prompt) == complete(reference, prompt)
     assert Counters(stack.prefill_urls[0]).total("vllm:prompt_tokens_total") > 0
-    assert all(Counters(url).idle for url in (*stack.prefill_urls, *stack.decode_urls))
+    eventually(lambda: engines_idle([*stack.prefill_urls, *stack.decode_urls]), bool, "idle engines")
 
 
 def test_a_killed_engine_is_noticed_and_can_be_started_again(stack: RunningStack) -> None:

@@ -174,6 +174,7 @@ def test_strict_passes_what_was_handed_over_and_tells_it_from_what_was_there_bef
     prompt = tokens(LENGTH, "lost", 5, stream)
     before = completion(stack.model_name, prompt[:500])
     assert httpx.post(f"{stack.prefill_urls[0]}/v1/completions", json=before.body, timeout=60).status_code == 200
+    assert_nothing_held(stack)  # all that P saved is sealed
     question = completion(stack.model_name, prompt, stream=stream)
     answer = ask(stack, question, headers=wishes("strict"))
     assert_same(answer, ask(reference, question), "strict")

@@ -83,9 +83,9 @@ def test_the_next_turn_takes_what_was_generated_from_the_pool(pair: Pair) -> Non
         known = len(prompt)
         prompt = [*prompt, *answer.token_ids, *tokens(20, "turns", turn)]
         said = known + len(answer.token_ids) - 1
+        assert_nothing_held(stack)  # what D generated is sealed
     guessed = Counters(stack.decode_urls[0])
     assert guessed.total("vllm:spec_decode_num_accepted_tokens_total") > 0, "nothing was guessed rightly"
-    assert_nothing_held(stack)
 
 
 def test_a_chat_goes_on(pair: Pair) -> None:

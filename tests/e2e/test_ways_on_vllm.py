@@ -84,6 +84,7 @@ def test_what_the_pool_has_whole_is_a_full_hit_too(stack: RunningStack, tiny_mod
         f"{stack.prefill_urls[0]}{question.path}", json={**question.body, "max_tokens": 1}, timeout=ANSWER_S
     )
     assert prefilled.status_code == 200
+    assert_nothing_held(stack)  # all that P saved is sealed
     with front(stack, "--dispatch", "decode-first") as router:
         answer = router.ask(question)
         assert_same(answer, expected, "from the pool")

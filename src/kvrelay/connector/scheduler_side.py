@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNSTAGED = (
+    "kvrelay: engine %s has sliding windows or several block tables: it loads KV without staging it. KV that is lost "
+    "while it is loaded is computed here, also under on_lost_kv reprefill; under fail and strict the router then "
+    "answers 503"
+)
+
 LOOK_AGAIN_S = 0.1
 """How soon the pool is asked again for a prompt of which it had only part."""
 
@@ -155,6 +161,8 @@ class SchedulerSide:
 
     def start(self) -> None:
         """Connect and register; raises `ConfigError` if the pool refuses us."""
+        if self._ledger.loads and not self._tables.divisible:
+            log.info(UNSTAGED, self._config.engine)
         self._link.connect()
 
     def _register(self, client: PoolClient) -> None:

@@ -16,7 +16,7 @@ from kvrelay.client.core.operations import StagePart
 from kvrelay.connector.config import ConnectorConfig
 from kvrelay.connector.core.geometry import KvGeometry
 from kvrelay.connector.core.orders import LoadOutcome, RankReport
-from kvrelay.connector.core.tables import Blocks, Tables
+from kvrelay.connector.core.tables import Blocks, Table, Tables
 from kvrelay.connector.counters import Counters
 from kvrelay.connector.link import PoolLink
 from kvrelay.connector.scheduler_side import SchedulerSide, read_hand_over
@@ -76,13 +76,14 @@ def make_side() -> Iterator[Callable[..., Side]]:
         start: bool = True,
         role: str = "kv_both",
         sync_loads: bool = False,
+        tables: Tables | None = None,
         **config: Any,
     ) -> Side:
         side = Side(
             ConnectorConfig(pool=address, engine="D0", **config),
             facts=FACTS,
             geometry=GEOMETRY,
-            tables=Tables.one(32),
+            tables=tables or Tables.one(32),
             ranks=1,
             saves=role != "kv_consumer",
             loads=role != "kv_producer",
@@ -99,6 +100,18 @@ def make_side() -> Iterator[Callable[..., Side]]:
     yield make
     for side in sides:
         side.close()
+
+
+def test_an_engine_that_cannot_stage_says_at_the_start_what_becomes_of_lost_kv(
+    pool: PoolThread, make_side: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvrelay.connector.scheduler_side")
+    make_side(pool.unix)
+    make_side(pool.unix, role="kv_producer", tables=Tables((Table(32, 0),), (96,)))
+    assert not caplog.messages
+    make_side(pool.unix, tables=Tables((Table(32, 0),), (96,)))
+    (line,) = caplog.messages
+    assert "without staging" in line
 
 
 @pytest.fixture
