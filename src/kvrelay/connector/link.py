@@ -167,8 +167,19 @@ class PoolLink:
         while not self._closing.is_set():
             if client is not None:
                 self._watch(client)
-                self._broken = client
+                self._is_broken(client)
             client = self._attempt(backoff)
+
+    def _is_broken(self, client: PoolClient) -> None:
+        """The owner is told, if the connection is its own; one that it has not taken yet it never sees."""
+        with self._lock:
+            untaken = self._ready is client
+            if untaken:
+                self._ready = None
+            else:
+                self._broken = client
+        if untaken:
+            client.close()
 
     def _watch(self, client: PoolClient) -> None:
         """Return when the other end is gone, the owner dropped the connection, or it is time to close."""

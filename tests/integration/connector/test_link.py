@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,31 @@ def test_a_link_without_a_pool_settles_at_once_and_says_so(tmp_path: Path) -> No
     try:
         assert not link.hopeful
         assert link.client() is None
+    finally:
+        link.close()
+
+
+def test_a_link_that_was_idle_while_two_pools_came_and_went_gives_the_connection_to_the_third(tmp_path: Path) -> None:
+    """1. The owner has a connection. 2. Its pool ends, another starts and ends. 3. A third starts; the owner asks."""
+    connected = threading.Semaphore(0)
+    link = PoolLink(
+        f"unix:{tmp_path / 'pool.sock'}", name="loads", token=None, map_arena=True, reconnect_s=0.1,
+        greet=lambda _: connected.release(),
+    )  # fmt: skip
+    try:
+        for number in range(3):
+            with PoolThread(tmp_path) as pool:
+                assert pool.unix == f"unix:{tmp_path / 'pool.sock'}"
+                if number == 0:
+                    link.connect()
+                    assert link.client() is not None
+                assert connected.acquire(timeout=10.0)
+                if number == 2:
+                    deadline = time.monotonic() + 10.0
+                    while (client := link.client()) is None:
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
+                    assert client.stat()["connections"] == 1
     finally:
         link.close()
 
