@@ -65,7 +65,7 @@ test-fast: setup-dev ## everything that needs no vLLM
 test-gpu: ## what needs a CUDA device, on a machine that has one and vLLM with CUDA (PYTHON: of that environment)
 	$(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
-test-matrix: setup ## every topology and kind of model on real vLLM, one stack after the other (half an hour)
+test-matrix: setup ## every topology and kind of model on real vLLM, one stack after the other (over an hour)
 	$(BIN)/pytest -m matrix tests/e2e $(ARGS)
 
 check: setup-dev ## format, lint, types, import contracts
