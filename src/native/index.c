@@ -233,7 +233,11 @@ static inline enum met probe_for(const uint8_t *table, unsigned bits, const stru
     uint64_t mask = ((uint64_t)1 << bits) - 1;
     for (uint64_t number = probe->home, passed = 0; passed <= mask; number = (number + 1) & mask, passed++) {
         const uint64_t *bucket = bucket_at(table, bits, number);
-        for (unsigned slot = 1; slot < SLOTS; slot++) {
+        unsigned same = 0; /* all seven: which it is cannot be foretold, and a branch would be mistaken about it */
+        for (unsigned slot = 1; slot < SLOTS; slot++)
+            same |= (unsigned)((load(bucket + slot) | SEALED_NAME) == (probe->name | SEALED_NAME)) << slot;
+        for (; same; same &= same - 1) {
+            unsigned slot = (unsigned)__builtin_ctz(same);
             uint64_t there = load(bucket + slot);
             if ((there | SEALED_NAME) != (probe->name | SEALED_NAME)) continue;
             if (marks) set_mark(marks_at(marks, bits, number), slot, 1);

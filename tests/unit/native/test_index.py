@@ -117,6 +117,29 @@ def test_an_object_that_never_was_whole_leaves_nothing(shown: Shown) -> None:
     assert shown.counted(names(2)) == (2, 2)
 
 
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 127, 128, 129, 300])
+def test_a_prefix_ends_at_the_first_key_that_is_missing_wherever_that_is(shown: Shown, count: int) -> None:
+    keys = names(count)
+    rows = memoryview(shown.put(keys)).cast("I")
+    assert shown.counted(keys) == (count, count)
+    there = [True] * count
+    for gone in sorted({0, 63 % count, 64 % count, count // 2, count - 1}, reverse=True):
+        shown.catalog.forget(rows[gone])
+        there[gone] = False
+        assert shown.counted(keys) == (gone, gone)
+        assert shown.exists(keys) == there
+
+
+@pytest.mark.parametrize("begun", [0, 63, 64, 127, 128, 199])
+def test_an_unsealed_key_ends_what_is_sealed_and_not_what_is_present(shown: Shown, begun: int) -> None:
+    keys = names(200)
+    shown.put(keys[:begun])
+    shown.begin([keys[begun]])
+    shown.put(keys[begun + 1 :])
+    assert shown.counted(keys) == (200, begun)
+    assert shown.exists(keys) == [number != begun for number in range(200)]
+
+
 def test_growing_loses_nothing_and_marks_stay(shown: Shown) -> None:
     before = shown.catalog.looked_up().index_bytes
     shown.put(names(100))
