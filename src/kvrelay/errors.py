@@ -81,10 +81,9 @@ class PoolFullError(KvRelayError):
     code = "pool_full"
     http_status = 507
     WHY: ClassVar[str] = (
-        "what is leased, pinned or being written stays in it, and no object can be larger than its arena or the "
-        "tenant's quota"
+        "what is leased, pinned or being written stays in it, and no object can be larger than its arena"
     )
-    """Why a client finds no room, as it says it."""
+    """Why a client finds no room, as it says it where no bound of its tenant is reached."""
 
 
 class DrainingError(KvRelayError):

@@ -54,7 +54,7 @@ uint32_t books_holding(struct books *books, int64_t tenant) {
         if (!holdings) return NO_ROW;
         books->holdings = holdings;
     }
-    books->holdings[count] = (struct holding){.tenant = tenant, .quota = UINT64_MAX};
+    books->holdings[count] = (struct holding){.tenant = tenant, .quota = UINT64_MAX, .max_objects = UINT64_MAX};
     order_init(&books->holdings[count].order, books->names.secret[1]);
     return books->holding_count++;
 }
@@ -237,7 +237,6 @@ static void forget(struct books *books, uint32_t number, int evicted) {
     struct index *index = holding_of(books, row)->index;
     if (index) index_drop(index, shown_as(index, row), row->state == SEALED);
     if (row->state == SEALED) {
-        holding_of(books, row)->sealed--;
         take_off(books, number);
         if (row->flags & KEPT) {
             books->kept--;
@@ -252,6 +251,7 @@ static void forget(struct books *books, uint32_t number, int evicted) {
     books->number[GONE]++;
     books->gone_bytes += row->size;
     row->state = GONE;
+    holding_of(books, row)->named--;
     names_remove(&books->names, cold_at(books, number)->tag, number);
     if (was) account(books, row, -1);
     settle(books, number);
@@ -329,7 +329,6 @@ int books_seal(struct books *books, uint32_t number, const uint8_t *sums, double
     books->number[SEALED]++;
     struct index *index = holding_of(books, row)->index;
     if (index) index_seal(index, shown_as(index, row));
-    holding_of(books, row)->sealed++;
     order_add(books, &holding_of(books, row)->order, number, mark_of_row(row));
     changed(books, row, 0);
     return books_expire_at(books, number, expires);
@@ -467,10 +466,15 @@ static int64_t victims_for(struct books *books, uint64_t span) {
     return 0;
 }
 
+static uint64_t beyond(uint64_t wanted, uint64_t most) { return wanted > most ? wanted - most : 0; }
+
 static int within_quota(struct books *books, struct holding *holding, uint64_t span) {
-    uint64_t over = holding->bytes + span > holding->quota ? holding->bytes + span - holding->quota : 0;
-    if (over > holding->evictable_bytes) return 0;
-    while (holding->bytes + span > holding->quota) {
+    uint64_t evictable = 0;
+    for (int standing = 0; standing < STANDINGS; standing++) evictable += holding->order.queues[standing].idle;
+    if (beyond(holding->bytes + span, holding->quota) > holding->evictable_bytes ||
+        beyond(holding->named + 1, holding->max_objects) > evictable)
+        return 0;
+    while (beyond(holding->bytes + span, holding->quota) || beyond(holding->named + 1, holding->max_objects)) {
         uint32_t victim = victim_of(books, holding, 0);
         if (victim == NO_ROW) break;
         books->evicted_unclean += !(row_at(books, victim)->flags & CLEAN);
@@ -535,6 +539,7 @@ enum begun books_begin(struct books *books, uint32_t holding_number, uint32_t ta
     names_add(&books->names, tag, number);
     if (holding->index) index_add(holding->index, shown_as(holding->index, row), 0);
     holding->bytes += rounded(size);
+    holding->named++;
     books->number[WRITING]++;
     *begun = number;
     return BEGUN;
@@ -621,7 +626,7 @@ static const char *check_holding(const struct books *books, uint32_t index) {
         const char *wrong = index_check(holding->index);
         if (wrong || named != holding->index->used) return wrong ? wrong : "the index has another number of names";
     }
-    if (sealed != holding->sealed || bytes != holding->bytes) return "a holding is counted wrong";
+    if (named != holding->named || bytes != holding->bytes) return "a holding is counted wrong";
     if (evictable != holding->evictable_bytes || clean != holding->clean_bytes) return "evictable bytes are counted wrong";
     return NULL;
 }

@@ -43,8 +43,8 @@ struct cold_row {
 struct holding {
     int64_t tenant;
     struct order order; /* of sealed objects that are not kept */
-    uint64_t sealed, bytes, evictable_bytes, clean_bytes;
-    uint64_t quota; /* UINT64_MAX: none */
+    uint64_t named, bytes, evictable_bytes, clean_bytes;
+    uint64_t quota, max_objects; /* UINT64_MAX: none */
     struct index *index; /* shown to clients of this host; NULL: none */
 };
 

@@ -737,15 +737,17 @@ static PyObject *looked_up(Catalog *self, PyObject *unused) {
 /* --- tenants, and looking around --- */
 
 static PyObject *set_quota(Catalog *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t quota = UINT64_MAX;
-    if (check_count(count, 2, 2) < 0) return NULL;
-    if (args[1] != Py_None) {
-        quota = PyLong_AsUnsignedLongLong(args[1]);
-        if (quota == UINT64_MAX && PyErr_Occurred()) return NULL;
+    uint64_t most[2] = {UINT64_MAX, UINT64_MAX};
+    if (check_count(count, 2, 3) < 0) return NULL;
+    for (Py_ssize_t i = 1; i < count; i++) {
+        if (args[i] == Py_None) continue;
+        most[i - 1] = PyLong_AsUnsignedLongLong(args[i]);
+        if (most[i - 1] == UINT64_MAX && PyErr_Occurred()) return NULL;
     }
     uint32_t holding = take_tenant(self, args[0]);
     if (holding == NO_ROW) return NULL;
-    self->books.holdings[holding].quota = quota;
+    self->books.holdings[holding].quota = most[0];
+    self->books.holdings[holding].max_objects = most[1];
     Py_RETURN_NONE;
 }
 
@@ -753,7 +755,7 @@ static PyObject *usage(Catalog *self, PyObject *tenant) {
     uint32_t index = take_tenant(self, tenant);
     if (index == NO_ROW) return NULL;
     const struct holding *holding = self->books.holdings + index;
-    return Py_BuildValue("KK", (unsigned long long)holding->sealed, (unsigned long long)holding->bytes);
+    return Py_BuildValue("KK", (unsigned long long)holding->named, (unsigned long long)holding->bytes);
 }
 
 static PyObject *page(Catalog *self, PyObject *const *args, Py_ssize_t args_count) {

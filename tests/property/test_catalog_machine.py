@@ -54,6 +54,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.objects: dict[int, Object] = {}
         self.handles: dict[int, int] = {}
         self.quota: dict[int, int | None] = dict.fromkeys(range(3))
+        self.most: dict[int, int | None] = dict.fromkeys(range(3))
         self.now = 0.0
         self.evicted_before = 0
 
@@ -109,11 +110,14 @@ class CatalogMachine(RuleBasedStateMachine):
         if row is None:
             after = self.catalog.counts()
             assert after.evicted_for_room == before.evicted_for_room, "evicted in vain"
-            quota = self.quota[tenant]
-            if quota is None:
+            if self.quota[tenant] is None and self.most[tenant] is None:
                 assert before.largest_free_bytes < size + PAGE
         else:
             assert lost or before.free_bytes >= size
+            objects, held = self.catalog.usage(tenant)
+            quota, most = self.quota[tenant], self.most[tenant]
+            assert quota is None or held <= quota
+            assert most is None or objects <= most
             self.begun(row, Object(tenant, key, size, layers * segments, held=False))
 
     @rule(tenant=TENANTS, keys=BATCHES, data=st.data())
@@ -262,10 +266,11 @@ class CatalogMachine(RuleBasedStateMachine):
                 self.objects[row].state = State.GONE
                 self.settle(row)
 
-    @rule(tenant=TENANTS, pages=st.one_of(st.none(), st.integers(0, 8)))
-    def set_quota(self, tenant: int, pages: int | None) -> None:
+    @rule(tenant=TENANTS, pages=st.one_of(st.none(), st.integers(0, 8)), most=st.one_of(st.none(), st.integers(0, 6)))
+    def set_quota(self, tenant: int, pages: int | None, most: int | None) -> None:
         self.quota[tenant] = None if pages is None else pages * PAGE
-        self.catalog.set_quota(tenant, self.quota[tenant])
+        self.most[tenant] = most
+        self.catalog.set_quota(tenant, self.quota[tenant], most)
 
     @rule(tenant=TENANTS, keys=BATCHES)
     def find(self, tenant: int, keys: list[bytes]) -> None:
@@ -317,9 +322,9 @@ class CatalogMachine(RuleBasedStateMachine):
         assert counts.pinned == sum(known.pins > 0 for known in self.objects.values())
         for tenant in range(3):
             own = [known for known in self.objects.values() if known.tenant == tenant]
-            sealed = [known for known in own if known.state is State.SEALED]
+            named = [known for known in own if known.state is not State.GONE]
             objects, held = self.catalog.usage(tenant)
-            assert objects == len(sealed)
+            assert objects == len(named)
             assert held >= sum(known.size for known in own)
 
     @invariant()

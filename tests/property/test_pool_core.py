@@ -14,7 +14,7 @@ from kvrelay.pool.core.actions import Close, SendData
 from kvrelay.pool.core.catalog import State
 from kvrelay.pool.core.pool import PoolCore
 from kvrelay.pool.core.store import QUARANTINE_S
-from kvrelay.pool.core.tenants import Tenant
+from kvrelay.pool.core.tenants import Quota, Tenant
 from kvrelay.pool.core.upkeep import Rules
 from kvrelay.wire import messages as m
 from kvrelay.wire.bulk import Stored
@@ -53,7 +53,10 @@ class PoolMachine(RuleBasedStateMachine):
             28 * 4096,
             pool="p",
             server="s",
-            tenants=[Tenant(name="one", token="1", shm=True), Tenant(name="other", token="2", quota_bytes=10 * 4096)],
+            tenants=[
+                Tenant(name="one", token="1", shm=True),
+                Tenant(name="other", token="2", quota=Quota(quota_bytes=10 * 4096, max_objects=6)),
+            ],
             rules=Rules(high=0.9, low=0.8),
         )
         self.now = 0.0

@@ -17,7 +17,7 @@ from kvrelay.client.token import TOKEN_VARIABLE, read_token
 from kvrelay.errors import ConfigError
 from kvrelay.hosts import is_loopback
 from kvrelay.pool.core.pool import DEFAULT_TENANT
-from kvrelay.pool.core.tenants import Tenant
+from kvrelay.pool.core.tenants import Quota, Tenant
 from kvrelay.pool.core.upkeep import Rules
 from kvrelay.pool.settings import (
     PoolSettings,
@@ -251,7 +251,9 @@ def _tenants(settings: PoolSettings, problems: list[str], environ: Mapping[str, 
             name=tenant.name,
             token=_token(tenant.token_file, f"tenants.{number}.token_file", problems),
             certificate=tenant.certificate,
-            quota_bytes=tenant.quota,
+            quota=Quota(
+                quota_bytes=tenant.quota, max_objects=tenant.max_objects, max_connections=tenant.max_connections
+            ),
             shm=tenant.shm,
         )
         for number, tenant in enumerate(settings.tenants)

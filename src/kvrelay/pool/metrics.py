@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -72,6 +73,7 @@ STATS = {
     "deleted": _counter("removed", "Objects forgotten for other reasons", reason="deleted"),
     "purged": _counter("removed", "Objects forgotten for other reasons", reason="purged"),
     "full": _counter("refused", "Objects refused for want of room"),
+    "turned_away": _counter("connections_refused", "Connections refused because their tenant has as many as it may"),
     "corrupt": _counter("corrupt", "Objects found not to match their checksum"),
     "expired": _counter("lapsed", "Leases and tickets that ran past their deadline"),
 }
@@ -84,9 +86,12 @@ FRAGMENTATION = _gauge(
 DRAINING = _gauge("draining", "1 while new objects are refused")
 INFO = _gauge("info", "Always 1; which version serves")
 TENANT = {
-    "objects": _gauge("tenant_objects", "Sealed objects of a tenant"),
+    "objects": _gauge("tenant_objects", "Objects of a tenant, sealed or being written"),
     "used_bytes": _gauge("tenant_used_bytes", "Bytes of the arena a tenant holds"),
-    "quota_bytes": _gauge("tenant_quota_bytes", "Bytes of the arena a tenant may hold; absent without a quota"),
+    "connections": _gauge("tenant_connections", "Connections of a tenant that said hello"),
+    "quota.quota_bytes": _gauge("tenant_quota_bytes", "Bytes of the arena a tenant may hold; absent without a quota"),
+    "quota.max_objects": _gauge("tenant_max_objects", "Objects a tenant may have; absent without a limit"),
+    "quota.max_connections": _gauge("tenant_max_connections", "Connections a tenant may have; absent without a limit"),
 }
 TIER = {
     "up": _gauge("tier_up", "0 while a lower tier has failed and is passed over"),
@@ -207,7 +212,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _rows(table: Mapping[str, Plain], label: str, rows: Sequence[TenantState | TierState]) -> Iterator[Metric]:
     for name, plain in table.items():
-        values = [(plain, ((label, row.name),), getattr(row, name)) for row in rows]
+        value_of = attrgetter(name)
+        values = [(plain, ((label, row.name),), value_of(row)) for row in rows]
         yield from _grouped(value for value in values if value[2] is not None)
 
 

@@ -79,6 +79,7 @@ def _off(value: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0)]
+Most = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Node = Annotated[int, Field(ge=0, lt=1024)]
 
@@ -92,6 +93,8 @@ class TenantSettings(Settings):
         default=None, min_length=1, description="common name of its clients' certificates (needs tls.client_ca)"
     )
     quota: Size | None = Field(default=None, description="bytes of the arena it may hold (all of it if unset)")
+    max_objects: Most | None = Field(default=None, description="objects it may have, sealed or being written")
+    max_connections: Most | None = Field(default=None, description="connections its clients may have at once")
     shm: bool = Field(default=False, description="trusted with shared memory: it can see and change the whole arena")
 
 
@@ -137,7 +140,7 @@ class PoolSettings(Settings):
         default=None, description="file with the token clients present (KVRELAY_POOL_TOKEN holds it if unset)"
     )
     tenants: tuple[TenantSettings, ...] = Field(
-        default=(), description="list of tables: name, token_file, certificate, quota, shm"
+        default=(), description="tables: name, token_file, certificate, quota, max_objects, max_connections, shm"
     )
     ttl_s: float = Field(default=0.0, ge=0, description="seconds an object lives unless its writer says; 0: for ever")
     watermarks: WatermarkSettings = WatermarkSettings()

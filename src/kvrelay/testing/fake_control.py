@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvrelay.errors import NotFoundError
 from kvrelay.pool.admin.control import Page, TenantState, TierState
 from kvrelay.pool.core.pool import PoolCore
+from kvrelay.pool.core.tenants import Quota
 from kvrelay.wire.bulk import ObjectInfo
 from kvrelay.wire.messages import Engine
 
@@ -16,14 +18,17 @@ class FakeTenant(Struct):
 
     objects: dict[bytes, int]
     held: set[bytes]
-    quota_bytes: int | None = None
+    quota: Quota = Quota()
 
 
 class FakeControl:
     """Satisfies `kvrelay.pool.admin.control.Control`. ``purge_page``: how many objects one call forgets."""
 
     def __init__(self, *, purge_page: int = 2) -> None:
-        self.tenants_by_name = {"default": FakeTenant({}, set()), "b": FakeTenant({}, set(), 1 << 20)}
+        self.tenants_by_name = {
+            "default": FakeTenant({}, set()),
+            "b": FakeTenant({}, set(), Quota(quota_bytes=1 << 20, max_connections=7)),
+        }
         self.draining = False
         self.values = PoolCore(1 << 20, pool="p", server="s").stats()
         self.calls = 0
@@ -45,7 +50,8 @@ class FakeControl:
                 name=name,
                 objects=len(tenant.objects),
                 used_bytes=sum(tenant.objects.values()),
-                quota_bytes=tenant.quota_bytes,
+                connections=2,
+                quota=tenant.quota,
                 shm=name == "default",
             )
             for name, tenant in self.tenants_by_name.items()
@@ -70,9 +76,11 @@ class FakeControl:
             del owner.objects[key]
         return min(len(free), self._purge_page), cursor + 1 if len(free) > self._purge_page else 0
 
-    def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
+    def set_quota(self, tenant: str, **changes: int | None) -> Quota:
         """Note it."""
-        self._tenant(tenant).quota_bytes = quota_bytes
+        owner = self._tenant(tenant)
+        owner.quota = replace(owner.quota, **changes)
+        return owner.quota
 
     def engines(self) -> list[Engine]:
         """One."""

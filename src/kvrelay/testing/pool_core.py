@@ -80,6 +80,12 @@ class Driver:
 
     def put(self, conn: int, *keys: bytes, size: int = PAGE, ttl_s: float = 0.0, ticket: str | None = None) -> bytes:
         """Put whole objects whose checksum is the first byte of their key; the states."""
+        return self.put_done(conn, *keys, size=size, ttl_s=ttl_s, ticket=ticket).states
+
+    def put_done(
+        self, conn: int, *keys: bytes, size: int = PAGE, ttl_s: float = 0.0, ticket: str | None = None
+    ) -> m.PutDone:
+        """The same; the answer."""
         sizes, sums = column("Q", [size] * len(keys)), column("Q", [key[0] for key in keys])
         request, delivery = self.begin(conn, m.Put(0, list(keys), sizes, sums, ttl_s, ticket), size * len(keys))
         if delivery is not None:
@@ -87,7 +93,7 @@ class Driver:
             self.arrive(conn, column("Q", [key[0] for key in kept]))
         reply = self.answer(request)
         assert isinstance(reply, m.PutDone), reply
-        return reply.states
+        return reply
 
     def _is_expected(self, conn: int, key: bytes, delivery: Delivery) -> bool:
         """Whether the bytes of a key are among those that are taken."""

@@ -32,7 +32,7 @@ class Stored(IntEnum):
     BUSY = 2
     """Another is writing it."""
     FULL = 3
-    """No room: everything evictable is in use, or the tenant's quota is."""
+    """No room: what could be evicted is in use, or a bound on what the tenant may have is reached."""
     DAMAGED = 4
     """Its bytes did not match their checksum."""
     CONFLICT = 5
@@ -57,9 +57,10 @@ class Put(Request, frozen=True):
 
 
 class PutDone(Reply, frozen=True):
-    """``states``: a `Stored` a key."""
+    """``states``: a `Stored` a key. ``why``: of what is `Stored.FULL`, the bound its tenant reached, if it was one."""
 
     states: bytes
+    why: str = ""
 
 
 class Room(Request, frozen=True):
@@ -79,12 +80,14 @@ class Room(Request, frozen=True):
 class RoomGiven(Reply, frozen=True):
     """``batch`` names what was granted, 0 if nothing was; `Abort` gives it up.
 
-    ``states``: a `Stored` a key; ``offsets``: u64 a key, its place in the arena where it is `Stored.STORED`.
+    ``states``: a `Stored` a key; ``offsets``: u64 a key, its place in the arena where it is `Stored.STORED`; ``why``:
+    as in `PutDone`.
     """
 
     batch: Count
     states: bytes
     offsets: bytes
+    why: str = ""
 
 
 class Fill(Request, frozen=True):

@@ -152,10 +152,14 @@ class Grant(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Announced(Reply, frozen=True):
-    """One grant an object, in the order asked. ``ticket_live``: whether the ticket named is open (True if none was)."""
+    """One grant an object, in the order asked. ``ticket_live``: whether the ticket named is open (True if none was).
+
+    ``why``: of what is ``full``, the bound its tenant reached, if it was one.
+    """
 
     grants: list[Grant]
     ticket_live: bool
+    why: str = ""
 
 
 class Part(Struct, array_like=True, frozen=True, gc=False):

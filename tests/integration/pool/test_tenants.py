@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvrelay.pool.core.tenants import Tenant
+from kvrelay.client.aio import AsyncPoolClient
+from kvrelay.client.blocking import PoolClient
+from kvrelay.errors import PoolFullError
+from kvrelay.pool.core.tenants import Quota, Tenant
 from kvrelay.testing.pool import PoolThread
 from kvrelay.testing.talker import Talker
 from kvrelay.transport.checksum import checksum
@@ -58,3 +61,34 @@ def test_bytes_that_were_freed_cannot_be_published_by_a_tenant_that_did_not_send
         assert isinstance(room, m.Failed)
         assert isinstance(written, m.Failed)
         assert room.code == written.code == "bad_request"
+
+
+SMALL = (Tenant(name="small", token="1", quota=Quota(max_objects=2, max_connections=1), shm=True),)
+
+
+@pytest.mark.parametrize("where", ["tcp", "unix"])
+def test_a_client_learns_which_bound_it_reached(tmp_path: Path, where: str) -> None:
+    with (
+        PoolThread(tmp_path, size=1 << 20, tenants=SMALL) as pool,
+        PoolClient.connect(pool.unix if where == "unix" else pool.tcp, name="c", token="1") as client,
+    ):
+        for key in (b"a", b"b", b"c"):
+            client.put(key, key)
+        assert client.exists([b"a", b"b", b"c"]).count(True) == 2
+        client.pin([b"a", b"b", b"c"])
+        told = r"tenant 'small' may have 2 objects \(max_objects\), it has 2"
+        with pytest.raises(PoolFullError, match=told):
+            client.put(b"d", b"4")
+        with pytest.raises(PoolFullError, match=told):
+            client.write_ranges(b"d", 8, [(0, b"12345678")], segment_bytes=8)
+        with pytest.raises(PoolFullError, match=r"tenant 'small' may have 1 connections \(max_connections\)"):
+            PoolClient.connect(pool.tcp, name="one too many", token="1")
+        assert client.stat()["turned_away"] == 1
+
+
+async def test_an_asynchronous_client_over_the_limit_is_refused_too(tmp_path: Path) -> None:
+    with PoolThread(tmp_path, size=1 << 20, tenants=SMALL) as pool:
+        async with await AsyncPoolClient.connect(pool.tcp, name="c", token="1") as client:
+            with pytest.raises(PoolFullError, match="may have 1 connections"):
+                await AsyncPoolClient.connect(pool.unix, name="one too many", token="1")
+            await client.put(b"k", b"v")

@@ -88,9 +88,10 @@ def test_quotas_change_while_it_runs(pool: Served, api: httpx.Client) -> None:
         for number in range(8):
             client.put(b"%d" % number, bytes(16 << 10))
         assert sum(client.exists([b"%d" % number for number in range(8)])) == 4
-    (tenant,) = api.get("/tenants").json()["tenants"]
+        (tenant,) = api.get("/tenants").json()["tenants"]
     assert tenant == {
-        "name": "default", "objects": 4, "used_bytes": 64 << 10, "quota_bytes": 64 << 10, "shm": True,
+        "name": "default", "objects": 4, "used_bytes": 64 << 10, "connections": 1,
+        "quota_bytes": 64 << 10, "max_objects": None, "max_connections": None, "shm": True,
     }  # fmt: skip
 
 

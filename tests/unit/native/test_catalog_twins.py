@@ -130,7 +130,7 @@ class Calls:
         return self._row(), self._expires()
 
     def _set_quota(self) -> tuple[Any, ...]:
-        return self._tenant(), self.rng.choice([None, None, 20 * PAGE, 90 * PAGE])
+        return self._tenant(), self.rng.choice([None, None, 20 * PAGE, 90 * PAGE]), self.rng.choice([None, None, 9, 40])
 
     def _victims(self) -> tuple[Any, ...]:
         return (self.rng.randrange(1, 9),)
@@ -225,6 +225,7 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
         ("lookup", 0, [b"a", None]),
         ("row_of", None),
         ("set_quota", 0, -1),
+        ("set_quota", 0, None, -1),
         ("prefix", 0, 7, 1, 1),
         ("touch", 1 << 80),
         ("forget", -1),

@@ -456,6 +456,32 @@ def test_a_tenant_over_its_quota_pays_with_its_own(make: Callable[[int], Catalog
     put(catalog, b"d", tenant=1)
 
 
+def test_a_tenant_with_as_many_objects_as_it_may_pays_with_its_own(make: Callable[[int], Catalog]) -> None:
+    catalog = make(16 * PAGE)
+    put(catalog, b"other", tenant=2)
+    catalog.set_quota(1, None, 2)
+    put(catalog, b"a", b"b", tenant=1)
+    put(catalog, b"c", tenant=1)
+    assert there(catalog, b"a", b"b", b"c", tenant=1) == [False, True, True]
+    assert there(catalog, b"other", tenant=2) == [True]
+    assert (catalog.usage(1), catalog.counts().evicted_for_quota) == ((2, 2 * PAGE), 1)
+    row = catalog.find(1, b"b")
+    assert row is not None
+    catalog.pin(row)
+    writing = catalog.add(1, b"d", PAGE)
+    assert writing is not None, "in place of the one that is not pinned"
+    assert catalog.usage(1) == (2, 2 * PAGE)
+    assert list(catalog.reserve(1, [b"e"], u64([PAGE]))[0]) == [Stored.FULL], "what is being written counts"
+    catalog.forget(row)
+    assert catalog.usage(1) == (1, 2 * PAGE), "what has no name any more does not"
+    put(catalog, b"e", tenant=1)
+    catalog.set_quota(1, None, 1)
+    assert catalog.add(1, b"f", PAGE) is None
+    assert there(catalog, b"e", tenant=1) == [True], "in vain nothing is evicted"
+    catalog.set_quota(1, None)
+    put(catalog, b"f", tenant=1)
+
+
 def test_room_is_made_at_the_expense_of_whoever_holds_most(make: Callable[[int], Catalog]) -> None:
     catalog = make(16 * PAGE)
     put(catalog, *names(4), tenant=1)

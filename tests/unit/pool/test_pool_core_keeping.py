@@ -9,7 +9,7 @@ import pytest
 from kvrelay.errors import NotFoundError
 from kvrelay.pool.core.actions import Close, Send
 from kvrelay.pool.core.pool import PoolCore
-from kvrelay.pool.core.tenants import Tenant
+from kvrelay.pool.core.tenants import Quota, Tenant
 from kvrelay.pool.core.upkeep import EXPIRE_OBJECTS, STUCK_S, Rules
 from kvrelay.testing.pool_core import NOTHING_HELD, PAGE, Driver, column
 from kvrelay.wire import limits
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ONE = Tenant(name="one", token="secret 1", shm=True)
-TWO = Tenant(name="two", token="secret 2", quota_bytes=2 * PAGE)
+TWO = Tenant(name="two", token="secret 2", quota=Quota(quota_bytes=2 * PAGE))
 
 
 def names(count: int) -> list[bytes]:
@@ -99,17 +99,69 @@ def test_a_tenant_over_its_quota_evicts_its_own_and_is_full_when_that_is_leased(
     assert d.there(2, *names(4)) == [True] * 4
     stats = d.core.stats()
     assert (stats["evicted_for_quota"], stats["evicted_for_room"], stats["full"]) == (1, 0, 2)
-    d.core.set_quota("two", 3 * PAGE)
+    d.core.set_quota("two", quota_bytes=3 * PAGE)
     assert list(d.put(3, b"d")) == [Stored.STORED]
     uses = {use.name: use for use in d.core.tenant_uses()}
-    assert (uses["one"].objects, uses["one"].held_bytes, uses["one"].quota_bytes) == (4, 4 * PAGE, None)
-    assert (uses["two"].objects, uses["two"].held_bytes, uses["two"].quota_bytes) == (3, 3 * PAGE, 3 * PAGE)
+    assert (uses["one"].objects, uses["one"].held_bytes, uses["one"].quota.quota_bytes) == (4, 4 * PAGE, None)
+    assert (uses["two"].objects, uses["two"].held_bytes, uses["two"].quota.quota_bytes) == (3, 3 * PAGE, 3 * PAGE)
+
+
+def test_a_refusal_names_the_bound_its_tenant_reached() -> None:
+    few = Tenant(name="few", token="3", quota=Quota(max_objects=2), shm=True)
+    d = Driver(pages=8, tenants=[TWO, few])
+    for conn, told in ((2, "'two' may hold 8192 bytes"), (3, "'few' may have 2 objects (max_objects), it has 2")):
+        d.put(conn, b"a", b"b")
+        d.lease(conn, b"a", b"b")
+        put = d.put_done(conn, b"c")
+        assert list(put.states) == [Stored.FULL]
+        assert told in put.why
+        announced = d.ask(conn, m.Announce(0, "g", [m.Spec(b"c", PAGE)], 10.0), m.Announced)
+        assert (announced.grants[0].state, announced.why) == ("full", put.why)
+    room = d.ask(3, m.Room(0, [b"c"], PAGE.to_bytes(8, "little"), 10.0), m.RoomGiven)
+    assert (list(room.states), room.why) == ([Stored.FULL], put.why)
+
+
+def test_a_full_arena_is_no_bound_of_a_tenants() -> None:
+    d = Driver(pages=4, tenants=[ONE, TWO])
+    d.put(2, *names(4))
+    d.lease(2, *names(4))
+    put = d.put_done(3, b"a")
+    assert (list(put.states), put.why) == ([Stored.FULL], "")
+
+
+def test_a_tenant_with_all_its_connections_is_told_so_and_let_in_when_one_is_gone() -> None:
+    core = PoolCore(
+        PAGE, pool="p", server="s", tenants=[ONE, Tenant(name="two", token="2", quota=Quota(max_connections=2))]
+    )
+
+    def hello(number: int, token: str) -> m.Reply:
+        core.connected(number, shm_capable=False)
+        core.handle(number, m.Hello(1, [1], "c", token), 0.0)
+        sent, *closed = core.take_actions()
+        assert isinstance(sent, Send)
+        assert [type(action) for action in closed] == ([Close] if isinstance(sent.reply, m.Failed) else [])
+        return sent.reply
+
+    assert all(isinstance(hello(number, "2"), m.Welcome) for number in (1, 2))
+    refused = hello(3, "2")
+    assert isinstance(refused, m.Failed)
+    assert refused.code == "pool_full"
+    assert "tenant 'two' may have 2 connections (max_connections)" in refused.message
+    assert isinstance(hello(4, "secret 1"), m.Welcome), "others are not concerned"
+    core.disconnected(3, 0.0)
+    core.disconnected(1, 0.0)
+    assert isinstance(hello(5, "2"), m.Welcome)
+    assert core.set_quota("two", max_connections=1) == Quota(max_connections=1)
+    assert core.stats()["turned_away"] == 1
+    assert [use.connections for use in core.tenant_uses()] == [1, 2], "who is in stays"
+    assert isinstance(hello(6, "2"), m.Failed)
+    core.check_integrity()
 
 
 def test_an_unknown_tenant_is_named_beside_those_there_are() -> None:
     core = PoolCore(PAGE, pool="p", server="s", tenants=[ONE, TWO])
     with pytest.raises(NotFoundError, match=r"'three'.*one, two"):
-        core.set_quota("three", None)
+        core.set_quota("three", quota_bytes=None)
 
 
 # --- pins and times to live ---
@@ -266,7 +318,7 @@ def test_with_a_lower_tier_only_what_was_copied_down_is_evicted_at_the_watermark
 def full_of_what_is_below(quota_pages: int | None = None) -> Driver:
     """Eight pages, all of them the first tenant's and in a lower tier too; what the second may hold is given."""
     quota = None if quota_pages is None else quota_pages * PAGE
-    d = Driver(pages=8, tenants=[ONE, Tenant(name="two", token="2", quota_bytes=quota)])
+    d = Driver(pages=8, tenants=[ONE, Tenant(name="two", token="2", quota=Quota(quota_bytes=quota))])
     d.core.attach(Below(d))
     d.put(2, *names(8))
     _, rows = d.core.catalog.lookup(0, names(8))

@@ -109,6 +109,8 @@ async def test_without_a_configured_token_everybody_is_answered(
         ("POST", "/purge", {"tenant": "nobody"}, 404, "not_found"),
         ("POST", "/purge", {"tenant": "b", "force": True}, 422, "bad_request"),
         ("PUT", "/tenants/b/quota", {"quota_bytes": 0}, 422, "bad_request"),
+        ("PUT", "/tenants/b/quota", {"max_objects": 0}, 422, "bad_request"),
+        ("PUT", "/tenants/b/quota", {"max_connections": -1}, 422, "bad_request"),
         ("PUT", "/tenants/b/quota", {}, 422, "bad_request"),
         ("PUT", "/tenants/nobody/quota", {"quota_bytes": 1}, 404, "not_found"),
         ("GET", "/tenants/nobody/quota", None, 404, "not_found"),
@@ -160,9 +162,18 @@ async def test_a_draining_pool_is_alive_and_not_ready(api: httpx.AsyncClient, co
 
 
 async def test_a_quota_is_set_read_and_lifted(api: httpx.AsyncClient) -> None:
-    for quota in (4096, None):
-        assert (await api.put("/tenants/default/quota", json={"quota_bytes": quota})).status_code == 200
-        assert (await api.get("/tenants/default/quota")).json() == {"quota_bytes": quota}
+    there: dict[str, int | None] = {"quota_bytes": None, "max_objects": None, "max_connections": None}
+    changes: list[dict[str, int | None]] = [
+        {"quota_bytes": 4096},
+        {"max_objects": 7},
+        {"max_connections": 2, "max_objects": None},
+        {"quota_bytes": None, "max_connections": None},
+    ]
+    for change in changes:
+        there |= change
+        answer = await api.put("/tenants/default/quota", json=change)
+        assert (answer.status_code, answer.json()) == (200, there), "what is not named stays"
+        assert (await api.get("/tenants/default/quota")).json() == there
 
 
 def test_every_route_has_a_summary_and_a_typed_answer(

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.errors import ConfigError
 from kvrelay.pool.config import PoolConfig, load, resolve, show
-from kvrelay.pool.core.tenants import Tenant
+from kvrelay.pool.core.tenants import Quota, Tenant
 from kvrelay.pool.settings import flag_of, leaves, variable_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def write_tenants(directory: Path, *, b_token: str = "token b") -> Path:
     file = directory / "pool.toml"
     file.write_text(
         'size = "64MiB"\n[[tenants]]\nname = "a"\ntoken_file = "a"\nshm = true\n'
-        '[[tenants]]\nname = "b"\ntoken_file = "b"\nquota = "8MiB"\n'
+        '[[tenants]]\nname = "b"\ntoken_file = "b"\nquota = "8MiB"\nmax_objects = 1000\n'
+        "max_connections = 16\n"
     )
     return file
 
@@ -105,7 +106,7 @@ def test_tenants_and_relative_paths_are_read_from_the_file(tmp_path: Path) -> No
     config = load({}, {}, write_tenants(tmp_path))
     assert config.tenants == (
         Tenant(name="a", token="token a", shm=True),
-        Tenant(name="b", token="token b", quota_bytes=8 << 20),
+        Tenant(name="b", token="token b", quota=Quota(quota_bytes=8 << 20, max_objects=1000, max_connections=16)),
     )
     assert config.needs_token
 

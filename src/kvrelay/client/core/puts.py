@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 
 
 class Puts(Struct, frozen=True):
-    """What became of every key of a put: ``states`` holds one `Stored` a key, as a byte."""
+    """What became of every key of a put: ``states`` holds one `Stored` a key, as a byte.
+
+    ``why``: of those that are `Stored.FULL`, the bound their tenant reached; empty if none was.
+    """
 
     states: bytes
+    why: str = ""
 
     def count(self, state: Stored) -> int:
         """How many keys ended so."""
@@ -44,6 +48,21 @@ class Puts(Struct, frozen=True):
     def of(self, index: int) -> Stored:
         """What became of one key."""
         return Stored(self.states[index])
+
+
+class _Told:
+    """What the pool has said so far of the keys of a put."""
+
+    def __init__(self, keys: int) -> None:
+        self.states = bytearray(keys)
+        self.why = ""
+
+    def take(self, start: int, stop: int, reply: m.RoomGiven | m.PutDone) -> None:
+        """Note what it said of keys ``start`` to ``stop``."""
+        if len(reply.states) != stop - start:
+            raise ProtocolError(f"{len(reply.states)} states came for {stop - start} keys")
+        self.states[start:stop] = reply.states
+        self.why = self.why or reply.why
 
 
 class Putting:
@@ -62,19 +81,19 @@ class Putting:
         """
         if len(keys) != len(blocks):
             raise BadRequestError(f"{len(blocks)} blocks for {len(keys)} keys")
-        states = bytearray(len(keys))
+        told = _Told(len(keys))
         if self.direct is not None:
-            yield from self._put_direct(self.direct, keys, blocks, states, ttl_s, ticket)
+            yield from self._put_direct(self.direct, keys, blocks, told, ttl_s, ticket)
         else:
-            yield from self._put_frames(keys, blocks, states, ttl_s, ticket)
-        return Puts(bytes(states))
+            yield from self._put_frames(keys, blocks, told, ttl_s, ticket)
+        return Puts(bytes(told.states), told.why)
 
     def _put_direct(
         self,
         direct: Direct,
         keys: Sequence[bytes],
         blocks: Blocks,
-        states: bytearray,
+        told: _Told,
         ttl_s: float,
         ticket: str | None,
     ) -> Operation[None]:
@@ -96,10 +115,9 @@ class Putting:
                 given = yield from answer(batch.call, m.RoomGiven)
                 if given.batch:
                     open_batches.append(given.batch)
-                count = batch.stop - batch.start
-                if len(given.states) != count or len(given.offsets) != 8 * count:
-                    raise ProtocolError(f"{len(given.states)} states came for {count} keys")
-                states[batch.start : batch.stop] = given.states
+                told.take(batch.start, batch.stop, given)
+                if len(given.offsets) != 8 * len(given.states):
+                    raise ProtocolError(f"{len(given.offsets)} bytes of places came for {len(given.states)} keys")
                 if given.batch:
                     chosen, offsets = _granted(blocks.cut(batch.start, batch.stop), given)
                     sums = yield from direct.write(chosen, offsets)
@@ -140,7 +158,7 @@ class Putting:
                 yield from begin(Ask(m.Abort(0, open_batches)))
 
     def _put_frames(
-        self, keys: Sequence[bytes], blocks: Blocks, states: bytearray, ttl_s: float, ticket: str | None
+        self, keys: Sequence[bytes], blocks: Blocks, told: _Told, ttl_s: float, ticket: str | None
     ) -> Operation[None]:
         """One `Put` a batch, checksummed while it is sent."""
         sent: deque[Batch] = deque()
@@ -148,9 +166,7 @@ class Putting:
         def take() -> Operation[None]:
             batch = sent.popleft()
             done = yield from answer(batch.call, m.PutDone)
-            if len(done.states) != batch.stop - batch.start:
-                raise ProtocolError(f"{len(done.states)} states came for {batch.stop - batch.start} keys")
-            states[batch.start : batch.stop] = done.states
+            told.take(batch.start, batch.stop, done)
 
         try:
             for start, stop in blocks.batches():
@@ -190,7 +206,7 @@ def raise_unless_stored(puts: Puts) -> None:
     for state, error, why in (
         (Stored.DAMAGED, CorruptionError, "were damaged on the way to the pool"),
         (Stored.CONFLICT, ConflictError, "are in the pool, or being written, with another size"),
-        (Stored.FULL, PoolFullError, f"found no room in the pool: {PoolFullError.WHY}"),
+        (Stored.FULL, PoolFullError, f"found no room in the pool: {puts.why or PoolFullError.WHY}"),
     ):
         count = puts.count(state)
         if count:

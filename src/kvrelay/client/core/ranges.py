@@ -98,7 +98,8 @@ def write_ranges(
         case "busy":
             raise ConflictError(f"object {key.hex()} is being written by another group")
         case "full":
-            raise PoolFullError(f"the pool had no room for an object of {size} bytes: {PoolFullError.WHY}")
+            why = announced.why or PoolFullError.WHY
+            raise PoolFullError(f"the pool had no room for an object of {size} bytes: {why}")
     parts = [
         StagePart(grant, spec, offset // segment_bytes, data.nbytes // segment_bytes)
         for (offset, _), data in zip(pieces, datas, strict=True)

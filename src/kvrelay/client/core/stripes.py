@@ -34,7 +34,7 @@ def stripes(blocks: Blocks, connections: int) -> list[tuple[int, int]]:
 
 def joined_puts(parts: Sequence[Puts]) -> Puts:
     """What became of every key."""
-    return Puts(b"".join(part.states for part in parts))
+    return Puts(b"".join(part.states for part in parts), next((part.why for part in parts if part.why), ""))
 
 
 def joined_count(runs: Sequence[tuple[int, int]], counts: Sequence[int]) -> int:

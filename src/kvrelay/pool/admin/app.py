@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import Response
+from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvrelay.admin.answers import bearer
@@ -100,7 +101,12 @@ def _looking(control: Control, bridge: Bridge, metrics: Callable[[], Callable[[]
         return models.Tenants(
             tenants=[
                 models.Tenant(
-                    name=t.name, objects=t.objects, used_bytes=t.used_bytes, quota_bytes=t.quota_bytes, shm=t.shm
+                    name=t.name,
+                    objects=t.objects,
+                    used_bytes=t.used_bytes,
+                    connections=t.connections,
+                    shm=t.shm,
+                    **asdict(t.quota),
                 )
                 for t in found
             ]
@@ -108,10 +114,10 @@ def _looking(control: Control, bridge: Bridge, metrics: Callable[[], Callable[[]
 
     @router.get("/tenants/{name}/quota")
     async def quota(name: str) -> models.Quota:
-        """What a tenant may hold."""
+        """What a tenant may have."""
         for tenant in await bridge.call(control.tenants):
             if tenant.name == name:
-                return models.Quota(quota_bytes=tenant.quota_bytes)
+                return models.Quota(**asdict(tenant.quota))
         raise NotFoundError(f"no tenant {name!r}: GET /tenants lists them")
 
     @router.get("/engines")
@@ -168,9 +174,12 @@ def _managing(control: Control, bridge: Bridge) -> APIRouter:
 
     @router.put("/tenants/{name}/quota")
     async def set_quota(name: str, quota: models.Quota) -> models.Quota:
-        """Bound what a tenant holds from now on; what it has over it is evicted as it writes."""
-        await bridge.call(lambda: control.set_quota(name, quota.quota_bytes))
-        return quota
+        """Bound what a tenant may have from now on: what is named, the rest stays as it is.
+
+        Objects it has beyond that are evicted as it writes; of connections it gets no more.
+        """
+        changes = quota.model_dump(exclude_unset=True)
+        return models.Quota(**asdict(await bridge.call(lambda: control.set_quota(name, **changes))))
 
     return router
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvrelay.pool.core.tenants import Quota
     from kvrelay.wire.bulk import ObjectInfo
     from kvrelay.wire.messages import Engine
 
@@ -22,9 +23,10 @@ class TenantState(Struct, frozen=True, kw_only=True):
 
     name: str
     objects: int
+    """Sealed or being written."""
     used_bytes: int
-    quota_bytes: int | None
-    """None: all of the arena."""
+    connections: int
+    quota: Quota
     shm: bool
 
 
@@ -85,8 +87,12 @@ class Control(Protocol):
     def purge(self, tenant: str, cursor: int) -> tuple[int, int]:
         """Forget a page of what nobody has leased or pinned: how many, and the next cursor (0: done)."""
 
-    def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
-        """Bound what a tenant holds from now on. NotFoundError: no such tenant."""
+    def set_quota(self, tenant: str, **changes: int | None) -> Quota:
+        """Bound what a tenant may have from now on, by the names of `Quota`; all its bounds.
+
+        Raises:
+            NotFoundError: there is no such tenant.
+        """
 
     def engines(self) -> Sequence[Engine]:
         """The engines that are registered now."""

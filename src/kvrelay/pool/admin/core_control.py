@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvrelay.pool.admin.control import TierState
+    from kvrelay.pool.core.tenants import Quota
     from kvrelay.pool.server import PoolServer
     from kvrelay.wire.messages import Engine
 
@@ -43,7 +44,12 @@ class CoreControl:
         """Every tenant there is."""
         return [
             TenantState(
-                name=use.name, objects=use.objects, used_bytes=use.held_bytes, quota_bytes=use.quota_bytes, shm=use.shm
+                name=use.name,
+                objects=use.objects,
+                used_bytes=use.held_bytes,
+                connections=use.connections,
+                quota=use.quota,
+                shm=use.shm,
             )
             for use in self._core.tenant_uses()
         ]
@@ -73,9 +79,9 @@ class CoreControl:
         self._server.settle()
         return purged, cursor + 1 if purged else 0
 
-    def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
-        """Bound what a tenant holds from now on."""
-        self._core.set_quota(tenant, quota_bytes)
+    def set_quota(self, tenant: str, **changes: int | None) -> Quota:
+        """Bound what a tenant may have from now on."""
+        return self._core.set_quota(tenant, **changes)
 
     def engines(self) -> list[Engine]:
         """The engines of all tenants."""

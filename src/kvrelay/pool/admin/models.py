@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from kvrelay.admin.answers import Model
 
@@ -56,9 +58,12 @@ class Tenant(Model):
     """What a tenant holds now."""
 
     name: str
-    objects: int
+    objects: int = Field(description="sealed or being written")
     used_bytes: int
+    connections: int
     quota_bytes: int | None = Field(description="null: all of the arena")
+    max_objects: int | None = Field(description="null: any number")
+    max_connections: int | None = Field(description="null: any number")
     shm: bool = Field(description="whether it is trusted with shared memory")
 
 
@@ -69,9 +74,17 @@ class Tenants(Model):
 
 
 class Quota(Model):
-    """What a tenant may hold."""
+    """What a tenant may have."""
 
-    quota_bytes: int | None = Field(ge=1, description="bytes of the arena; null: all of it")
+    quota_bytes: int | None = Field(default=None, ge=1, description="bytes of the arena; null: all of it")
+    max_objects: int | None = Field(default=None, ge=1, description="sealed or being written; null: any number")
+    max_connections: int | None = Field(default=None, ge=1, description="null: any number")
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError(f"name what to change: {', '.join(type(self).model_fields)}")
+        return self
 
 
 class EngineView(Model):

@@ -80,10 +80,10 @@ class Books:
             self.free.append(row)
 
     def _within_quota(self, holding: Holding, span: int) -> bool:
-        over = holding.over(span)
-        if over > holding.evictable_bytes:
+        size, objects = holding.over(span)
+        if size > holding.evictable_bytes or objects > sum(holding.idle):
             return False
-        while holding.over(span) and (victim := holding.victim()):
+        while any(holding.over(span)) and (victim := holding.victim()):
             self.evicted_unclean += not victim.clean
             self.evict(victim)
             self.evicted_for_quota += 1
@@ -96,7 +96,6 @@ class Books:
         row.held = False
         self.number[State.WRITING] -= 1
         self.number[State.SEALED] += 1
-        row.tenant.sealed += 1
         row.tenant.queue.add(row, row.mark)
         self._changed(row, was=False)
         self.expire_at(row, expires)
@@ -111,7 +110,6 @@ class Books:
             return
         was = row.evictable
         if row.state is State.SEALED:
-            row.tenant.sealed -= 1
             if row.kept:
                 self.kept -= 1
                 row.kept = False
@@ -266,7 +264,6 @@ class Books:
         for number, holding in self.holdings.items():
             own = rows.get(number, [])
             sealed = [row for row in own if row.state is State.SEALED]
-            assert holding.sealed == len(sealed)
             assert set(holding.names.values()) == {row for row in own if row.state is not State.GONE}
             assert set(holding.queue) == {row for row in sealed if not row.kept}
             assert len(holding.queue) == sum(not row.kept for row in sealed)

@@ -33,13 +33,21 @@ class _Whole:
     """The payload of a `Put`: ``column`` are the rows it fills, ``chosen`` which of its objects those are, or None."""
 
     def __init__(
-        self, bulk: Bulk, request: m.Put, states: bytes, column: bytes, chosen: list[bool] | None, size_bytes: int
+        self,
+        bulk: Bulk,
+        request: m.Put,
+        states: bytes,
+        why: str,
+        column: bytes,
+        chosen: list[bool] | None,
+        size_bytes: int,
     ) -> None:
         self._bulk = bulk
         self._chosen = chosen
         self.size_bytes = size_bytes
         self.request = request
         self.states = states
+        self.why = why
         self.column = column
         self.expected = b""
         """Checksums of what it fills, once they are there."""
@@ -106,24 +114,28 @@ class Bulk:
 
     # --- writing ---
 
-    def _reserve(self, conn: Connection, request: m.Put | m.Room) -> tuple[bytes, bytes, bytes, bytes]:
-        """States, offsets, and of those begun: rows, and the sizes' column cut down to them."""
+    def _reserve(self, conn: Connection, request: m.Put | m.Room) -> tuple[bytes, str, bytes, bytes, bytes]:
+        """States, why some are full, offsets, and of those begun: rows, and the sizes' column cut down to them."""
         self._desk.check_open()
         self._make_room(conn.tenant, request)
         try:
             states, rows, offsets = self._catalog.reserve(conn.tenant, request.keys, request.sizes)
         except ValueError as error:
             raise BadRequestError(str(error)) from None
-        self._desk.counters.full += states.count(_NO_ROOM)
+        why = ""
+        if full := states.count(_NO_ROOM):
+            self._desk.counters.full += full
+            size = memoryview(request.sizes).cast("Q")[states.index(_NO_ROOM)]
+            why = self._upkeep.quotas.why_full(conn.tenant, size)
         ticket = self._tickets.get(conn, request.ticket)
         if ticket is not None:
             there = (state != Stored.FULL for state in states)
             self._tickets.protect(ticket, itertools.compress(memoryview(rows).cast("I"), there))
         begun = states.count(_BEGUN)
         if begun == len(states):
-            return states, offsets, rows, request.sizes
+            return states, why, offsets, rows, request.sizes
         chosen = [state == Stored.STORED for state in states]
-        return states, offsets, _chosen("I", rows, chosen), _chosen("Q", request.sizes, chosen)
+        return states, why, offsets, _chosen("I", rows, chosen), _chosen("Q", request.sizes, chosen)
 
     def _make_room(self, tenant: int, request: m.Put | m.Room) -> None:
         """With lower tiers, evict what is not lost with it, as far as what is new here needs room."""
@@ -152,9 +164,9 @@ class Bulk:
             raise BadRequestError(
                 f"the objects have {total} bytes, checksums behind them {trailer_bytes}, {payload_bytes} follow"
             )
-        states, offsets, column, taken = self._reserve(conn, request)
+        states, why, offsets, column, taken = self._reserve(conn, request)
         if not column:
-            self._desk.send(conn.number, m.PutDone(request.id, states))
+            self._desk.send(conn.number, m.PutDone(request.id, states, why))
             return None
         if taken is request.sizes:
             targets: list[tuple[int | None, int]] = [*self._catalog.runs(column)]
@@ -167,7 +179,7 @@ class Bulk:
                 [(at if begun else None, size) for at, size, begun in zip(where, sizes, chosen, strict=True)]
             )
         wanted = total if taken is request.sizes else sum(memoryview(taken).cast("Q"))
-        conn.incoming = _Whole(self, request, states, column, chosen, wanted)
+        conn.incoming = _Whole(self, request, states, why, column, chosen, wanted)
         return Delivery(targets, places, taken, trailer_bytes)
 
     def put_arrived(self, conn: Connection, whole: _Whole, sums: bytes, now: float) -> None:
@@ -177,7 +189,7 @@ class Bulk:
         if sums != whole.expected:
             states, column, sums = self._without_damaged(whole, sums)
         self._publish(column, sums, self._upkeep.expiry(now, request.ttl_s))
-        self._desk.send(conn.number, m.PutDone(request.id, states))
+        self._desk.send(conn.number, m.PutDone(request.id, states, whole.why))
 
     def _without_damaged(self, whole: _Whole, sums: bytes) -> tuple[bytes, bytes, bytes]:
         """States, rows and checksums when some are wrong: those objects are given up."""
@@ -213,14 +225,14 @@ class Bulk:
         conn.check_trusted()
         self._desk.hold(conn, weight_of(len(request.keys)))
         conn.held -= weight_of(len(request.keys))
-        states, offsets, column, _ = self._reserve(conn, request)
+        states, why, offsets, column, _ = self._reserve(conn, request)
         number = 0
         if column:
             number = self._desk.number()
             batch = conn.batches[number] = Batch(self, number, conn, column, request.ttl_s)
             conn.held += batch.weight
             batch.timer = self._desk.at(now + request.lease_s, batch)
-        self._desk.send(conn.number, m.RoomGiven(request.id, number, states, offsets))
+        self._desk.send(conn.number, m.RoomGiven(request.id, number, states, offsets, why))
 
     def fill(self, conn: Connection, request: m.Fill, now: float) -> None:
         """Publish a batch: all its bytes are there."""

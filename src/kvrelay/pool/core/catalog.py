@@ -378,14 +378,15 @@ class Catalog:
 
     # --- tenants, and looking around ---
 
-    def set_quota(self, tenant: int, quota_bytes: int | None) -> None:
-        """Bound what a tenant holds, from the next `add` or `reserve` on; None for no bound."""
-        self._books.holding(tenant).quota = quota_bytes
+    def set_quota(self, tenant: int, quota_bytes: int | None, max_objects: int | None = None) -> None:
+        """Bound a tenant's bytes and objects, from the next `add` or `reserve` on; None for no bound."""
+        holding = self._books.holding(tenant)
+        holding.quota, holding.max_objects = quota_bytes, max_objects
 
     def usage(self, tenant: int) -> tuple[int, int]:
-        """How many sealed objects a tenant has, and how many bytes of the arena it holds in all."""
+        """How many objects of a tenant have a name, sealed or being written, and how many bytes it holds in all."""
         holding = self._books.holding(tenant)
-        return holding.sealed, holding.bytes
+        return len(holding.names), holding.bytes
 
     def page(self, tenant: int | None, cursor: int, limit: int, prefix: bytes) -> tuple[bytes, int]:
         """Rows of up to ``limit`` objects that have a name which begins with ``prefix``; the cursor of the next page.

@@ -124,6 +124,10 @@ class Desk:
         self._last_number += 1
         return self._last_number
 
+    def connections_of(self, tenant: int) -> int:
+        """How many connections of a tenant have said hello."""
+        return sum(conn.client is not None and conn.tenant == tenant for conn in self.connections.values())
+
     def act(self, action: Action) -> None:
         """Have the shell do something."""
         self._actions.append(action)

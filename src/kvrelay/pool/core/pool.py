@@ -20,10 +20,11 @@ from kvrelay.pool.core.desk import Connection, Desk
 from kvrelay.pool.core.engines import Engines
 from kvrelay.pool.core.keeping import Keeping
 from kvrelay.pool.core.lower import Seeking
+from kvrelay.pool.core.quotas import Quotas
 from kvrelay.pool.core.reading import Reading
 from kvrelay.pool.core.stats import collect
 from kvrelay.pool.core.store import Store
-from kvrelay.pool.core.tenants import Tenant, Tenants
+from kvrelay.pool.core.tenants import Quota, Tenant, Tenants
 from kvrelay.pool.core.tickets import Tickets
 from kvrelay.pool.core.upkeep import Rules, Upkeep
 from kvrelay.pool.core.writing import Writing
@@ -42,12 +43,13 @@ DEFAULT_TENANT = "default"
 
 
 class TenantUse(Struct, frozen=True):
-    """What a tenant holds. ``objects``: sealed; ``held_bytes``: of the arena, in any state."""
+    """What a tenant has. ``objects``: sealed or being written; ``held_bytes``: of the arena, in any state."""
 
     name: str
     objects: int
     held_bytes: int
-    quota_bytes: int | None
+    connections: int
+    quota: Quota
     shm: bool
 
 
@@ -87,13 +89,11 @@ class PoolCore:
     ) -> None:
         self.catalog = catalog(arena_bytes)
         self.tenants = Tenants(tenants or (Tenant(name=DEFAULT_TENANT, token=token, shm=True),))
-        for number, tenant in self.tenants:
-            self.catalog.set_quota(number, tenant.quota_bytes)
-        self._quotas = {number: tenant.quota_bytes for number, tenant in self.tenants}
+        self.quotas = Quotas(self.tenants, self.catalog)
         self.store = Store(self.catalog)
         self.desk = Desk(self.store)
         self.seeking = Seeking(self.desk)
-        self.upkeep = Upkeep(self.catalog, rules or Rules(), self.seeking, self._quotas)
+        self.upkeep = Upkeep(self.catalog, rules or Rules(), self.seeking, self.quotas)
         self.tickets = Tickets(self.desk)
         self.reading = Reading(self.desk, self.seeking, self.tickets)
         self.bulk = Bulk(self.desk, self.reading, self.tickets, self.upkeep, self.seeking)
@@ -255,7 +255,8 @@ class PoolCore:
 
     def _refuse(self, number: int, request: m.Request, error: KvRelayError) -> None:
         self.desk.fail(number, request.id, error)
-        if isinstance(error, UnauthorizedError | VersionError):
+        refused = isinstance(request, m.Hello) and not self.is_known(number)
+        if refused or isinstance(error, UnauthorizedError | VersionError):
             self.desk.act(Close(number, str(error)))
 
     # --- the handshake ---
@@ -269,7 +270,9 @@ class PoolCore:
                 f"the client speaks pool protocol {request.versions}, this pool {list(limits.VERSIONS)} "
                 f"({self._server}): run the same kvrelay version on both sides"
             )
-        conn.tenant = self.tenants.admit(request.token, conn.certificates)
+        tenant = self.tenants.admit(request.token, conn.certificates)
+        self.quotas.check_connections(tenant, self.desk)
+        conn.tenant = tenant
         conn.client = request.client
         conn.trusted = self.tenants[conn.tenant].shm
         conn.shm_capable = conn.shm_capable and conn.trusted
@@ -325,19 +328,25 @@ class PoolCore:
     def tenant_uses(self) -> list[TenantUse]:
         """What each tenant holds."""
         return [
-            TenantUse(tenant.name, *self.catalog.usage(number), self._quotas[number], tenant.shm)
+            TenantUse(
+                tenant.name,
+                *self.catalog.usage(number),
+                self.desk.connections_of(number),
+                self.quotas[number],
+                tenant.shm,
+            )
             for number, tenant in self.tenants
         ]
 
-    def set_quota(self, name: str, quota_bytes: int | None) -> None:
-        """Change what a tenant may hold; what it holds beyond that goes as it writes.
+    def set_quota(self, name: str, **changes: int | None) -> Quota:
+        """Change what a tenant may have, by the names of `Quota`; those not named stay.
+
+        Objects beyond it go as the tenant writes; connections beyond it stay, and no more are let in.
 
         Raises:
             NotFoundError: there is no such tenant.
         """
-        number = self.tenants.number(name)
-        self._quotas[number] = quota_bytes
-        self.catalog.set_quota(number, quota_bytes)
+        return self.quotas.change(self.tenants.number(name), changes)
 
     def objects(
         self, now: float, *, tenant: str | None = None, cursor: int = 0, limit: int = 1_024, prefix: bytes = b""

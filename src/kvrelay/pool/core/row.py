@@ -123,17 +123,18 @@ class Holding:
         """Sealed objects that are not kept."""
         self.idle, self.clean_idle = [0, 0, 0], [0, 0, 0]
         """How many of them can be evicted, and how many of these are clean, by standing."""
-        self.sealed = 0
         self.bytes = 0
         """Of the arena, in any state."""
         self.evictable_bytes = 0
         self.clean_bytes = 0
         """Of these, what is not lost when it is evicted."""
         self.quota: int | None = None
+        self.max_objects: int | None = None
 
-    def over(self, span: int) -> int:
-        """By how many bytes ``span`` more would be over the quota."""
-        return 0 if self.quota is None else max(0, self.bytes + span - self.quota)
+    def over(self, span: int) -> tuple[int, int]:
+        """By how many bytes, and objects, one more of ``span`` bytes would be over the quota."""
+        size = 0 if self.quota is None else max(0, self.bytes + span - self.quota)
+        return size, 0 if self.max_objects is None else max(0, len(self.names) + 1 - self.max_objects)
 
     def account(self, row: Row, sign: int) -> None:
         """Count an object that can be evicted from now on (1), or cannot any more (-1)."""

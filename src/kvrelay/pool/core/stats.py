@@ -26,13 +26,14 @@
 ``aborted``               counter: objects given up unsealed
 ``evictions``             counter: objects evicted, for any of the next three reasons
 ``evicted_for_room``      counter: ... because room was needed for another
-``evicted_for_quota``     counter: ... because their tenant's quota was reached
+``evicted_for_quota``     counter: ... because their tenant had as many bytes, or objects, as it may
 ``evicted_at_watermark``  counter: ... because the arena was fuller than the high watermark
 ``lost``                  counter: evicted objects that no lower tier had; 0 in a pool without lower tiers
 ``expired_objects``       counter: objects that outlived their time to live
 ``deleted``               counter: objects forgotten by `Delete`
 ``purged``                counter: objects forgotten by a purge
 ``full``                  counter: objects refused for want of room
+``turned_away``           counter: connections refused because their tenant has as many as it may
 ``corrupt``               counter: objects found not to match their checksum
 ``expired``               counter: leases and tickets that ran past their deadline
 ``received_bytes``        counter: payload received
@@ -58,6 +59,7 @@ class Counters(Struct):
     matched: int = 0
     missed: int = 0
     full: int = 0
+    turned_away: int = 0
     corrupt: int = 0
     expired: int = 0
     deleted: int = 0
@@ -110,6 +112,7 @@ def collect(core: PoolCore) -> dict[str, int]:
         "deleted": counters.deleted,
         "purged": counters.purged,
         "full": counters.full,
+        "turned_away": counters.turned_away,
         "corrupt": counters.corrupt,
         "expired": counters.expired,
         "received_bytes": counters.received_bytes,

@@ -13,22 +13,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+class Quota(Struct, frozen=True, kw_only=True):
+    """What a tenant may have at most; None for no bound."""
+
+    quota_bytes: int | None = None
+    """Of the arena."""
+    max_objects: int | None = None
+    """Sealed, or being written."""
+    max_connections: int | None = None
+
+
 class Tenant(Struct, frozen=True, kw_only=True):
     """One tenant: its clients see its objects and tickets alone.
 
     ``token``, ``certificate`` (a common name): what its clients present, one or the other; with neither, whoever
-    presents nothing else is this tenant. ``quota_bytes``: what it may hold of the arena. ``shm``: trusted with the
-    whole arena's memory.
+    presents nothing else is this tenant. ``quota``: what it may have. ``shm``: trusted with the whole arena's memory.
     """
 
     name: str
     token: str | None = None
     certificate: str | None = None
-    quota_bytes: int | None = None
+    quota: Quota = Quota()
     shm: bool = False
 
     def __repr__(self) -> str:
-        return f"Tenant({self.name!r}, quota_bytes={self.quota_bytes}, shm={self.shm})"  # never the token
+        return f"Tenant({self.name!r}, {self.quota}, shm={self.shm})"  # never the token
 
 
 class Tenants:

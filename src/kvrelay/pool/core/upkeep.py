@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvrelay.pool.core.catalog import Catalog
     from kvrelay.pool.core.lower import Seeking
+    from kvrelay.pool.core.quotas import Quotas
 
 EXPIRE_OBJECTS = 2_048
 """Objects forgotten in one step."""
@@ -41,11 +40,11 @@ class Rules(Struct, frozen=True, kw_only=True):
 class Upkeep:
     """Expiry and watermarks."""
 
-    def __init__(self, catalog: Catalog, rules: Rules, seeking: Seeking, quotas: Mapping[int, int | None]) -> None:
+    def __init__(self, catalog: Catalog, rules: Rules, seeking: Seeking, quotas: Quotas) -> None:
         self._catalog = catalog
         self.rules = rules
         self._seeking = seeking
-        self._quotas = quotas
+        self.quotas = quotas
         self.expired_objects = 0
         self.evicted_at_watermark = 0
         self.evicted_clean = 0
@@ -101,9 +100,7 @@ class Upkeep:
 
         What is over the tenant's quota is not made room for: it takes the place of the tenant's own objects.
         """
-        quota = self._quotas.get(tenant)
-        if quota is not None:
-            size_bytes = min(size_bytes, quota - self._catalog.usage(tenant)[1])
+        size_bytes = self.quotas.left_bytes(tenant, size_bytes)
         lower = self._seeking.lower
         if lower is not None and lower.demotes and (missing := size_bytes - self._catalog.free_bytes) > 0:
             self.evicted_clean += self._catalog.trim(missing, clean=True)[0]

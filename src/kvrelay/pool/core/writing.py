@@ -104,10 +104,12 @@ class Writing:
         touched: list[int] = []
         granted: list[int] = []
         held = array("I")
+        why = ""
         for spec in request.objects:
             grant, row = self._grant(conn, spec, request.group, deadline)
             grants.append(grant)
             if row is None:
+                why = why or self._upkeep.quotas.why_full(conn.tenant, spec.size)
                 continue
             touched.append(row)
             if grant.state == "sealed":
@@ -122,7 +124,8 @@ class Writing:
         self.store.unpin_rows(held.tobytes())
         if conn.announced:
             self._watch(conn, deadline)
-        self._desk.send(conn.number, m.Announced(request.id, grants, ticket is not None or request.ticket is None))
+        live = ticket is not None or request.ticket is None
+        self._desk.send(conn.number, m.Announced(request.id, grants, live, why))
 
     def _check(self, tenant: int, spec: m.Spec) -> None:
         """Refuse an impossible announcement, or one that contradicts what is stored."""
