@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvrelay.client.core.puts import Puts
     from kvrelay.client.tensors import Memory
     from kvrelay.wire import messages as m
-    from kvrelay.wire.bulk import ObjectInfo
+    from kvrelay.wire.bulk import ObjectInfo, Stored
 
 
 class AsyncPoolClient(AsyncLink):
@@ -30,11 +30,10 @@ class AsyncPoolClient(AsyncLink):
 
     # --- whole objects ---
 
-    async def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> None:
-        """Store one whole object. PoolFullError: no room. See `put_many`."""
-        await self._run(
-            self._ops.put_blocks([key], Blocks.of_buffers([bytes_of_tensor(data)]), ttl_s, None, partly=False)
-        )
+    async def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> Stored:
+        """Store one whole object: `Stored.STORED`, `PRESENT` or `BUSY`. PoolFullError: no room. See `put_many`."""
+        block = Blocks.of_buffers([bytes_of_tensor(data)])
+        return (await self._run(self._ops.put_blocks([key], block, ttl_s, None, partly=False))).of(0)
 
     async def put_many(
         self,
@@ -46,8 +45,9 @@ class AsyncPoolClient(AsyncLink):
     ) -> Puts:
         """Store whole objects, any number. What became of each key.
 
-        Keys the pool holds, or another is writing, are left alone: an object never changes. ``ttl_s``: how long they
-        may live, 0 for as long as the pool says. ``partly``: keys that could not be stored are told by the result only.
+        Keys the pool holds, or another is writing, are left alone: an object never changes. The result says `PRESENT`
+        or `BUSY` then, whatever bytes there are, which nobody compares. ``ttl_s``: how long they may live, 0 for as
+        long as the pool says. ``partly``: keys that could not be stored are told by the result only.
 
         Raises:
             PoolFullError: no room for all of them; the others are stored.

@@ -105,9 +105,8 @@ class AsyncLink(Connection):
         call, request = self._session.start(ask)
         try:
             self._stream.send(request, ask.payload, sums_behind=ask.sums_behind)
-        except KvRelayError:
-            self._session.forget(request.id)
-            raise
+        except KvRelayError as error:
+            raise self._session.forget(request.id, error) from None
         if not more:
             self._flush()
         return call

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvrelay.client.core.puts import Puts
     from kvrelay.client.tensors import Memory
     from kvrelay.wire import messages as m
-    from kvrelay.wire.bulk import ObjectInfo
+    from kvrelay.wire.bulk import ObjectInfo, Stored
 
 __all__ = ["PendingCall", "PoolClient"]
 
@@ -34,9 +34,10 @@ class PoolClient(BlockingLink):
 
     # --- whole objects ---
 
-    def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> None:
-        """Store one whole object. PoolFullError: no room. See `put_many`."""
-        self._run(self._ops.put_blocks([key], Blocks.of_buffers([bytes_of_tensor(data)]), ttl_s, None, partly=False))
+    def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> Stored:
+        """Store one whole object: `Stored.STORED`, `PRESENT` or `BUSY`. PoolFullError: no room. See `put_many`."""
+        block = Blocks.of_buffers([bytes_of_tensor(data)])
+        return self._run(self._ops.put_blocks([key], block, ttl_s, None, partly=False)).of(0)
 
     def put_many(
         self,
@@ -48,8 +49,9 @@ class PoolClient(BlockingLink):
     ) -> Puts:
         """Store whole objects, any number. What became of each key.
 
-        Keys the pool holds, or another is writing, are left alone: an object never changes. ``ttl_s``: how long they
-        may live, 0 for as long as the pool says. ``partly``: keys that could not be stored are told by the result only.
+        Keys the pool holds, or another is writing, are left alone: an object never changes. The result says `PRESENT`
+        or `BUSY` then, whatever bytes there are, which nobody compares. ``ttl_s``: how long they may live, 0 for as
+        long as the pool says. ``partly``: keys that could not be stored are told by the result only.
 
         Raises:
             PoolFullError: no room for all of them; the others are stored.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvrelay.client.tensors import Memory
+    from kvrelay.wire.bulk import Stored
 
 R = TypeVar("R")
 C = TypeVar("C", PoolClient, AsyncPoolClient)
@@ -143,9 +144,9 @@ class StripedPoolClient(_Striped[PoolClient]):
         )
         return joined_count(runs, counts)
 
-    def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> None:
+    def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> Stored:
         """As `PoolClient.put`."""
-        self.one.put(key, data, ttl_s=ttl_s)
+        return self.one.put(key, data, ttl_s=ttl_s)
 
     def get(self, key: bytes, *, wait_s: float = WAIT_S) -> bytes | None:
         """As `PoolClient.get`."""
@@ -262,9 +263,9 @@ class AsyncStripedPoolClient(_Striped[AsyncPoolClient]):
         )
         return joined_count(runs, counts)
 
-    async def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> None:
+    async def put(self, key: bytes, data: Memory, *, ttl_s: float = 0.0) -> Stored:
         """As `AsyncPoolClient.put`."""
-        await self.one.put(key, data, ttl_s=ttl_s)
+        return await self.one.put(key, data, ttl_s=ttl_s)
 
     async def get(self, key: bytes, *, wait_s: float = WAIT_S) -> bytes | None:
         """As `AsyncPoolClient.get`."""

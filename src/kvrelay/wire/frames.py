@@ -42,9 +42,12 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
     """Header and body of a frame whose payload, ``payload_bytes`` long, the caller sends right behind.
 
     Raises:
-        BadRequestError: it is over the limits of a frame.
+        BadRequestError: it is over the limits of a frame, or holds what cannot be encoded.
     """
-    body = _encoder.encode(message)
+    try:
+        body = _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequestError(f"a {type(message).__name__} message cannot be sent: {error}") from None
     if len(body) > limits.MAX_BODY_BYTES:
         raise BadRequestError(
             f"a {type(message).__name__} message of {len(body)} bytes is over the limit of {limits.MAX_BODY_BYTES}: "

@@ -126,7 +126,8 @@ def test_nothing_is_there_at_first(client: Client) -> None:
 
 
 def test_an_object_never_changes(client: Client) -> None:
-    client.do("put", b"k", b"first")
+    assert client.do("put", b"k", b"first") is Stored.STORED
+    assert client.do("put", b"k", b"other") is Stored.PRESENT
     assert put(client, {b"k": b"other", b"l": b"new"}) == bytes([Stored.PRESENT, Stored.STORED])
     assert client.do("get", b"k") == b"first"
     with pytest.raises(ConflictError, match="1 of 2"):

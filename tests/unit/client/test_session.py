@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvrelay.client.core.session import Ask, Call, Session, undoing
-from kvrelay.errors import ConflictError, KvRelayError, PoolUnavailableError, ProtocolError
+from kvrelay.errors import BadRequestError, ConflictError, KvRelayError, PoolUnavailableError, ProtocolError
 from kvrelay.transport.checksum import checksum
 from kvrelay.transport.payload import incoming
 from kvrelay.wire import messages as m
@@ -80,7 +80,8 @@ def test_the_end_of_the_connection_ends_every_call_and_refuses_new_ones() -> Non
 def test_a_call_that_was_never_sent_is_forgotten() -> None:
     session = Session()
     _, request = session.start(Ask(m.Stat(0), m.Stats))
-    session.forget(request.id)
+    error = BadRequestError("too large")
+    assert session.forget(request.id, error) is error
     assert session.outstanding == 0
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from kvrelay import errors
+from kvrelay.client.core.keys import explained
 from kvrelay.errors import KvRelayError, PoolUnavailableError, ProtocolError
 from kvrelay.wire import messages as m
 
@@ -111,9 +112,9 @@ class Session:
         call.number = self._last_id
         return call, msgspec.structs.replace(ask.request, id=self._last_id)
 
-    def forget(self, request: int) -> None:
-        """Drop a call whose request could not be sent."""
-        del self._calls[request]
+    def forget(self, request: int, error: KvRelayError) -> KvRelayError:
+        """Drop a call whose request could not be sent for ``error``; what to raise."""
+        return explained(self._calls.pop(request).ask.request, error)
 
     def close(self, error: KvRelayError) -> None:
         """End the session: every call without an answer fails with ``error``."""
@@ -146,7 +147,7 @@ class Session:
         if call is None:
             raise ProtocolError(f"the pool answered request {message.id}, which is not outstanding")
         if isinstance(message, m.Failed):
-            call.finish(None, errors.from_code(message.code, message.message))
+            call.finish(None, explained(call.ask.request, errors.from_code(message.code, message.message)))
         elif not isinstance(message, call.ask.reply):
             raise ProtocolError(f"the pool answered {type(call.ask.request).__name__} with {type(message).__name__}")
         else:

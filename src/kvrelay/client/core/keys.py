@@ -1,0 +1,50 @@
+"""What is wrong with the keys of a request that could not be sent, or was refused. Looked at only then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.errors import BadRequestError, KvRelayError
+from kvrelay.wire import limits
+from kvrelay.wire import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LEGAL = f"a key is 1 to {limits.MAX_KEY_BYTES} bytes"
+SHOWN = 24
+"""Characters shown of a value."""
+
+
+def explained(request: m.Request, error: KvRelayError) -> KvRelayError:
+    """What to raise for ``error``: one that names the key that is none, if there is one in ``request``."""
+    if not isinstance(error, BadRequestError):
+        return error
+    if isinstance(request, m.ListObjects):
+        wrong = _wrong(request.prefix, least=0)
+        return error if wrong is None else BadRequestError(f"{wrong} is no prefix of keys: {LEGAL}")
+    keys = list(_keys(request))
+    if len(keys) > limits.MAX_KEYS:
+        return BadRequestError(f"{len(keys)} keys in one request: at most {limits.MAX_KEYS} are taken")
+    wrong = next((wrong for key in keys if (wrong := _wrong(key)) is not None), None)
+    return error if wrong is None else BadRequestError(f"{wrong} is no key: {LEGAL}")
+
+
+def _keys(request: Any) -> Iterator[object]:
+    if hasattr(request, "key"):
+        yield request.key
+    yield from getattr(request, "keys", ())
+    if isinstance(request, m.Announce):
+        yield from (spec.key for spec in request.objects)
+
+
+def _wrong(key: object, least: int = 1) -> str | None:
+    """A value that is no key, as it is shown; None for a key."""
+    if type(key) in {bytes, bytearray, memoryview}:
+        size = memoryview(key).nbytes  # type: ignore[arg-type]
+        if least <= size <= limits.MAX_KEY_BYTES:
+            return None
+        return f"{bytes(key[:SHOWN])!r}... of {size} bytes" if size else "b''"  # type: ignore[index]
+    shown = repr(key)
+    shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+    return f"{shown} of type {type(key).__qualname__}"
