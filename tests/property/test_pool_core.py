@@ -255,7 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(conn=CONNS)
     def purge_and_list(self, conn: int) -> None:
         if conn in self.live:
-            assert isinstance(self._ask(conn, m.Purge(0)), m.Affected)
+            assert isinstance(self._ask(conn, m.Purge(0)), m.Purged)
             listing = self._ask(conn, m.ListObjects(0))
             assert isinstance(listing, m.Listing)
             assert all(shown.pins for shown in listing.objects if shown.state == "sealed")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrelay.cli import pool_admin, pool_ask, pool_bench
 from kvrelay.client.token import TOKEN_VARIABLE
+from kvrelay.errors import ConfigError
 from kvrelay.pool.settings import DEFAULT_LISTEN, flag_of, leaves
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
             allow_abbrev=False,
         )
         _add_settings(parser)
+        if run is _check:
+            parser.add_argument("--objects", metavar="N", type=int, help="how many objects the pool is to hold")
         parser.set_defaults(run=run)
 
     stat = _asking(actions, "stat", "show a pool's gauges and counters", pool_ask.stat)
@@ -46,6 +49,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     listing.add_argument("--prefix", metavar="HEX", default="", help="only keys that begin with these bytes")
     listing.add_argument("--limit", metavar="N", type=int, default=1_000, help="at most so many, 0: all (%(default)s)")
     listing.add_argument("--json", action="store_true", help="one JSON object a line")
+    for name, told, run in (
+        ("pin", "keep objects from eviction and expiry until they are unpinned", pool_ask.pin),
+        ("unpin", "undo pin", pool_ask.unpin),
+    ):
+        keep = _asking(actions, name, told, run)
+        keep.add_argument("--object", metavar="HEX", action="append", help="one object; may be given more than once")
+        keep.add_argument("--prefix", metavar="HEX", help="all whose keys begin with these bytes")
     purge = _asking(actions, "purge", "forget every object that nobody has leased or pinned", pool_ask.purge)
     purge.add_argument("--yes", action="store_true", help="do not ask")
     bench = _asking(actions, "bench", "measure a running pool; what was stored is deleted again", pool_bench.run)
@@ -115,4 +125,6 @@ def _config(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from kvrelay.cli.pool_serve import check
 
-    return check(read_config(args))
+    if args.objects is not None and args.objects < 0:
+        raise ConfigError(f"--objects {args.objects} is negative: give how many objects the pool is to hold")
+    return check(read_config(args), args.objects)

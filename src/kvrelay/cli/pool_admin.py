@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import argparse
 
 LOOK_S = 0.2
+HELD = {"leases": "leases", "unsealed": "unsealed", "tickets": "tickets", "sending": "answers on their way"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def drain(args: argparse.Namespace) -> int:
 
 
 def _held(state: dict[str, int]) -> str:
-    return ", ".join(f"{state[name]} {name}" for name in ("leases", "unsealed", "tickets") if state[name])
+    return ", ".join(f"{state[name]} {told}" for name, told in HELD.items() if state[name])
 
 
 def _ask(url: str, method: str, token: str | None) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""``kvrelay pool stat``, ``ls`` and ``purge``: over the data protocol, as the tenant of the token."""
+"""``kvrelay pool stat|ls|pin|unpin|purge``: over the data protocol, as the tenant of the token."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ def stat(args: argparse.Namespace) -> int:
 
 def list_objects(args: argparse.Namespace) -> int:
     """Print objects, one a line."""
-    try:
-        prefix = bytes.fromhex(args.prefix)
-    except ValueError:
-        raise ConfigError(f"--prefix {args.prefix!r} is not hexadecimal: give two digits a byte") from None
+    prefix = _bytes_of("--prefix", args.prefix)
     if args.limit < 0:
         raise ConfigError(f"--limit {args.limit} is negative: give 0 for all")
     with connect(args, "ls") as client:
@@ -90,10 +87,49 @@ def purge(args: argparse.Namespace) -> int:
         if not args.yes and not _confirmed(f"forget up to {count} objects of the pool at {args.address}?"):
             print("nothing was done", file=sys.stderr)
             return 1
-        reply = client.start(m.Purge(0), m.Affected).result(PURGE_S)
-        assert isinstance(reply, m.Affected)
-    print(f"{reply.count} objects forgotten")
+        reply = client.start(m.Purge(0), m.Purged).result(PURGE_S)
+        assert isinstance(reply, m.Purged)
+    print(f"{reply.count} objects forgotten, {reply.kept} kept: pinned, leased or being written")
     return 0
+
+
+def pin(args: argparse.Namespace) -> int:
+    """Keep objects until they are unpinned."""
+    return _keep(args, m.Pin, "pinned")
+
+
+def unpin(args: argparse.Namespace) -> int:
+    """Undo `pin`."""
+    return _keep(args, m.Unpin, "unpinned")
+
+
+def _keep(args: argparse.Namespace, request: type[m.Pin | m.Unpin], done: str) -> int:
+    """Exit status: 1 when a key that was named is not there."""
+    keys = list(dict.fromkeys(_bytes_of("--object", text) for text in args.object or ()))
+    prefix = None if args.prefix is None else _bytes_of("--prefix", args.prefix)
+    if bool(keys) == (prefix is not None):
+        raise ConfigError("name the objects by --object HEX, once or more often, or by --prefix HEX")
+    count = 0
+    with connect(args, done) as client:
+        found = keys if prefix is None else [o.key for o in _objects(client, prefix, 0) if o.state == "sealed"]
+        for start in range(0, len(found), PAGE):
+            reply = client.start(request(0, found[start : start + PAGE]), m.Affected).result(30.0)
+            assert isinstance(reply, m.Affected)
+            count += reply.count
+    print(f"{count} objects {done}")
+    if count < len(keys):
+        print(
+            f"{len(keys) - count} of {len(keys)} keys are not in the pool's memory, or being written", file=sys.stderr
+        )
+        return 1
+    return 0
+
+
+def _bytes_of(flag: str, text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not hexadecimal: give two digits a byte") from None
 
 
 def _confirmed(question: str) -> bool:

@@ -42,9 +42,9 @@ def refusals(config: PoolConfig) -> list[str]:
     return [str(finding) for finding in _findings(config) if finding.level == "error"]
 
 
-def check(config: PoolConfig) -> int:
-    """Print what was looked at. Exit status: 1 if a pool could not start."""
-    findings = _findings(config)
+def check(config: PoolConfig, objects: int | None) -> int:
+    """Print what was looked at, for so many ``objects``. Exit status: 1 if a pool could not start."""
+    findings = _findings(config, objects)
     for finding in findings:
         print(f"{finding.level:8} {finding.name:14} {finding.told}")
         if finding.mend:
@@ -52,5 +52,5 @@ def check(config: PoolConfig) -> int:
     return int(any(finding.level == "error" for finding in findings))
 
 
-def _findings(config: PoolConfig) -> list[preflight.Finding]:
-    return preflight.check(config, preflight.look(tiers=config.tiers))
+def _findings(config: PoolConfig, objects: int | None = None) -> list[preflight.Finding]:
+    return preflight.check(config, preflight.look(tiers=config.tiers), objects)

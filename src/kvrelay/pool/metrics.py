@@ -55,6 +55,7 @@ STATS = {
     "pinned_objects": _gauge("pinned_objects", "Objects protected by a pin"),
     "tickets": _gauge("tickets", "Open tickets"),
     "waiting": _gauge("waiting_requests", "Requests that are answered when something happens"),
+    "sending": _gauge("sending_answers", "Answers whose bytes are on their way"),
     "connections": _gauge("connections", "Connections that said hello"),
     "engines": _gauge("engines", "Registered engines"),
     "index_bytes": _gauge("index_bytes", "Shared memory of the indexes clients of this host look keys up in"),
@@ -111,6 +112,7 @@ TIER = {
     "read_seconds": _counter("tier_read_seconds", "Time these took, without waiting for the bandwidth cap"),
     "writes": _counter("tier_writes", "Stores to a lower tier, of any number of objects"),
     "write_seconds": _counter("tier_write_seconds", "Time these took, without waiting for the bandwidth cap"),
+    "throttled_seconds": _counter("tier_throttled_seconds", "Time loads and stores waited for the bandwidth cap"),
 }
 BYTES = _counter("bytes", "Payload moved over sockets, by direction and transport (unix, tcp or tls)")
 LATENCY = _gauge("request_seconds", "From a request's arrival, payload included, until it was handled")

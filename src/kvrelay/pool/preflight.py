@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvrelay import hostmemory
 from kvrelay.hosts import is_loopback
+from kvrelay.native import native
 from kvrelay.pool.core.pool import DEFAULT_TENANT
 from kvrelay.sizes import format_size, parse_size
 from kvrelay.transport.address import parse_host_port
@@ -29,6 +30,12 @@ GOOD_TCP_BUFFER_BYTES = 4 << 20
 NIXL_SHM_BYTES = 256 << 20
 """UCX keeps its queues in /dev/shm; containers get 64 MiB unless they ask."""
 GOOD_FILES = 8_192
+ROW_BYTES, PURE_ROW_BYTES = 145, 610
+"""What the catalog keeps of an object, with and without the native module."""
+NAME_BYTES = 23
+"""What an object takes of a shared index, at most."""
+USUAL_OBJECT_BYTES = 64 << 10
+"""Of what size objects are taken to be at least: KV of some tokens is larger."""
 PEERMEM = ("nvidia_peermem", "nv_peer_mem")
 """The module that lets a network card read a GPU's memory, under its newer and its older name."""
 Level = Literal["ok", "warning", "error"]
@@ -85,10 +92,11 @@ def look(root: Path = hostmemory.ROOT, *, tiers: Iterable[TierConfig] = ()) -> H
     )
 
 
-def check(config: PoolConfig, host: HostFacts) -> list[Finding]:
-    """Judge the machine for a pool of this configuration."""
+def check(config: PoolConfig, host: HostFacts, objects: int | None = None) -> list[Finding]:
+    """Judge the machine for a pool of this configuration. ``objects``: how many it is to hold, if that is known."""
     return [
         *_memory(config, host),
+        *_catalog(config, host, objects),
         *_huge(config, host),
         *_numa(config, host),
         *_lock(config, host),
@@ -111,6 +119,31 @@ def _memory(config: PoolConfig, host: HostFacts) -> Iterator[Finding]:
         yield Finding("error", "memory", told, f"give a smaller --size{group}")
     else:
         yield Finding("ok", "memory", told)
+
+
+def _catalog(config: PoolConfig, host: HostFacts, objects: int | None) -> Iterator[Finding]:
+    settings = config.settings
+    objects = _expected_objects(config) if objects is None else objects
+    catalog = objects * (ROW_BYTES if native is not None else PURE_ROW_BYTES)
+    shown = native is not None and settings.index and settings.unix and any(tenant.shm for tenant in config.tenants)
+    index = objects * NAME_BYTES if shown else 0
+    arena = 0 if settings.huge_pages is not None else settings.size
+    left = max(0, host.memory.left_bytes - arena)
+    told = (
+        f"{objects} objects take {format_size(catalog)}, their index {format_size(index)}; "
+        f"{format_size(left)} are left beside the arena"
+    )
+    if catalog + index > left and arena <= host.memory.left_bytes:
+        mend = "give a smaller --size, bound the tenants with max_objects, or say how many there will be: --objects N"
+        yield Finding("warning", "catalog", told, mend)
+    else:
+        yield Finding("ok", "catalog", told)
+
+
+def _expected_objects(config: PoolConfig) -> int:
+    most = [tenant.quota.max_objects for tenant in config.tenants]
+    fit = config.settings.size // USUAL_OBJECT_BYTES
+    return fit if None in most else min(fit, sum(filter(None, most)))
 
 
 def _huge(config: PoolConfig, host: HostFacts) -> Iterator[Finding]:

@@ -227,6 +227,6 @@ def _held(server: PoolServer) -> str:
         (stats["leases"], "leases"),
         (stats["unsealed"], "objects being written"),
         (stats["tickets"], "tickets"),
-        (server.core.reading.transfers, "answers on their way"),
+        (stats["sending"], "answers on their way"),
     ]
     return ", ".join(f"{count} {what}" for count, what in held if count)

@@ -93,6 +93,7 @@ class FakeControl:
                 name="ssd", kind="disk", up=True, objects=3, used_bytes=300, capacity_bytes=None,
                 hits=5, misses=6, read_bytes=500, written_bytes=700, errors=0, corrupt=1,
                 evictions=2, looks=4, look_seconds=0.5, reads=3, read_seconds=1.5, writes=1, write_seconds=0.25,
+                throttled_seconds=0.125,
             )
         ]  # fmt: skip
 

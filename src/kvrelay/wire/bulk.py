@@ -231,4 +231,11 @@ class Listing(Reply, frozen=True):
 
 
 class Purge(Request, frozen=True):
-    """Forget every object of this tenant that nobody has leased or pinned. Answered with `Affected`."""
+    """Forget every object of this tenant that nobody has leased or pinned. Answered with `Purged`."""
+
+
+class Purged(Reply, frozen=True):
+    """``count``: how many there were; ``kept``: how many are left, leased, pinned or being written."""
+
+    count: Count
+    kept: Count

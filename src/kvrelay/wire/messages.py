@@ -43,6 +43,7 @@ from kvrelay.wire.bulk import (
     Pin,
     Prefetch,
     Purge,
+    Purged,
     Put,
     PutDone,
     Room,
@@ -447,5 +448,5 @@ AnyRequest = (
 )  # fmt: skip
 AnyReply = (
     Welcome | Failed | Done | Arena | Announced | Matched | Existing | Ready | Data | Notes | Deleted | Engines | Stats
-    | Followed | PutDone | RoomGiven | Located | Got | Counted | Affected | Listing | NixlMapped | IndexMapped
+    | Followed | PutDone | RoomGiven | Located | Got | Counted | Affected | Listing | Purged | NixlMapped | IndexMapped
 )  # fmt: skip

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrelay.testing.talker import Talker
+from kvrelay.wire import messages as m
 from kvrelay.wire.messages import Counted, CountPrefix
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def test_objects_are_seen_deleted_and_purged(pool: Served, api: httpx.Client) ->
         assert api.delete(f"/objects/{b'key-1'.hex()}").json() == {"count": 1}
         assert api.delete(f"/objects/{b'key-1'.hex()}").status_code == 404
         assert client.exists([b"key-1", b"key-2"]) == [False, True]
-        assert api.post("/purge", json={"tenant": "default"}).json() == {"count": 4_998}
+        assert api.post("/purge", json={"tenant": "default"}).json() == {"count": 4_998, "kept": 1}
         assert client.exists([b"key-2", b"key-7"]) == [False, True]
         client.release(prefix)
 
@@ -71,7 +73,7 @@ def test_a_drain_is_begun_seen_and_taken_back(pool: Served, api: httpx.Client) -
     with pool.connect() as client:
         client.put(b"k", b"v")
         prefix = client.match_prefix([b"k"], lease_s=60)
-        assert api.post("/drain").json() == {"draining": True, "leases": 1, "unsealed": 0, "tickets": 0}
+        assert api.post("/drain").json() == {"draining": True, "leases": 1, "unsealed": 0, "tickets": 0, "sending": 0}
         assert (api.get("/health").status_code, api.get("/ready").status_code) == (200, 503)
         with pytest.raises(DrainingError):
             client.put(b"new", b"v")
@@ -80,6 +82,21 @@ def test_a_drain_is_begun_seen_and_taken_back(pool: Served, api: httpx.Client) -
         assert api.delete("/drain").json()["draining"] is False
         client.put(b"new", b"v")
         assert api.get("/ready").status_code == 200
+
+
+def test_an_answer_that_nobody_takes_is_still_held(pool: Served, api: httpx.Client) -> None:
+    size = 32 << 20
+    with pool.connect() as client, Talker(pool.tcp) as slow:
+        client.put(b"large", bytes(size))
+        slow.say(m.Get(2, [b"large"], size.to_bytes(8, "little")))
+        while not client.stat()["sending"]:
+            pass
+        held = api.post("/drain").json()
+        assert (held["sending"], held["leases"]) == (1, 0)
+        assert len(slow.hear()[1]) == size
+        while client.stat()["sending"]:
+            pass
+        assert api.get("/drain").json()["sending"] == 0
 
 
 def test_quotas_change_while_it_runs(pool: Served, api: httpx.Client) -> None:

@@ -51,9 +51,40 @@ def test_purge_asks_first_and_spares_what_is_leased(pool: Served, kvrelay: Comma
         assert unasked.returncode == 2
         assert "say --yes" in unasked.stderr
         done = kvrelay("pool", "purge", pool.unix, "--yes")
-        assert (done.returncode, done.stdout) == (0, "1 objects forgotten\n")
+        assert (done.returncode, done.stdout) == (0, "1 objects forgotten, 1 kept: pinned, leased or being written\n")
         assert client.exists([b"a", b"b"]) == [True, False]
         client.release(lease)
+
+
+def test_pins_are_set_and_undone_by_key_and_prefix_as_ls_shows(pool: Served, kvrelay: Command) -> None:
+    keys = [b"\x00\x01", b"\x00\x02", b"\x01"]
+    with pool.connect() as client:
+        client.put_many([(key, memoryview(b"v")) for key in keys])
+
+        def pinned() -> set[str]:
+            lines = kvrelay("pool", "ls", pool.unix).stdout.splitlines()
+            return {line.split()[0] for line in lines if line.endswith("1 pins")}
+
+        done = kvrelay("pool", "pin", pool.unix, "--prefix", "00")
+        assert (done.returncode, done.stdout) == (0, "2 objects pinned\n")
+        assert pinned() == {"0001", "0002"}
+        assert client.purge() == 1
+        undone = kvrelay("pool", "unpin", pool.tcp, "--object", "0001", "--object", "01", "--object", "0001")
+        assert (undone.returncode, undone.stdout) == (1, "1 objects unpinned\n")
+        assert "1 of 2 keys are not in the pool's memory" in undone.stderr
+        assert pinned() == {"0002"}
+        assert kvrelay("pool", "pin", pool.unix, "--object", "0001").stdout == "1 objects pinned\n"
+        assert kvrelay("pool", "unpin", pool.unix, "--prefix", "").stdout == "2 objects unpinned\n"
+        assert pinned() == set()
+    for words, told in (
+        ((), "--object HEX"),
+        (("--object", "00", "--prefix", "00"), "--object HEX"),
+        (("--object", "xyz"), "--object 'xyz' is not hexadecimal"),
+        (("--object", ""), "b'' is no key"),
+    ):
+        wrong = kvrelay("pool", "pin", pool.unix, *words)
+        assert wrong.returncode in {1, 2}
+        assert told in wrong.stderr
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])

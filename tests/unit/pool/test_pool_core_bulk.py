@@ -553,7 +553,7 @@ def test_lower_tiers_are_told_what_is_whole_what_was_deleted_and_what_was_purged
     assert tiered.core.delete("default", b"c", tiered.now)
     assert not tiered.core.delete("default", b"d", tiered.now)
     assert below.forgotten[3:] == [b"c", b"d"]
-    tiered.ask(2, m.Purge(0), m.Affected)
+    tiered.ask(2, m.Purge(0), m.Purged)
     assert below.purged == [0]
 
 

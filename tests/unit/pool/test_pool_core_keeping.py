@@ -176,7 +176,7 @@ def test_a_pinned_object_stays_whoever_connects_or_leaves_until_it_is_unpinned()
     assert d.there(3, b"kept", b"idle") == [True, False]
     assert list(d.put(3, b"x", b"y")) == [Stored.STORED, Stored.FULL]
     assert d.core.stats()["pinned_objects"] == 1
-    assert d.ask(3, m.Purge(0), m.Affected).count == 1
+    assert d.ask(3, m.Purge(0), m.Purged).count == 1
     assert d.ask(3, m.Unpin(0, [b"kept"]), m.Affected).count == 1
     d.pass_time(0.1)
     assert d.there(3, b"kept") == [False], "its time had come meanwhile"
@@ -378,7 +378,7 @@ def test_purging_takes_a_tenants_idle_objects_and_nobody_elses() -> None:
     d.put(3, b"other")
     lease = d.lease(2, b"leased")
     d.ask(2, m.Pin(0, [b"pinned"]), m.Affected)
-    assert d.ask(2, m.Purge(0), m.Affected).count == 1
+    assert d.ask(2, m.Purge(0), m.Purged).count == 1
     assert d.there(2, b"idle", b"leased", b"pinned") == [False, True, True]
     assert d.there(3, b"other") == [True]
     d.ask(2, m.Release(0, lease.lease), m.Done)
@@ -397,7 +397,7 @@ def test_purging_takes_what_is_on_its_way_down_and_leaves_what_a_client_uses_mea
     assert len(below.offered) == 5
     lease = d.lease(2, names(6)[0])
     d.ask(2, m.Pin(0, [names(6)[1]]), m.Affected)
-    assert d.ask(2, m.Purge(0), m.Affected).count == 4
+    assert d.ask(2, m.Purge(0), m.Purged).count == 4
     assert d.there(2, *names(6)) == [True, True, False, False, False, False]
     assert d.core.stats()["purged"] == 4
     below.copied()

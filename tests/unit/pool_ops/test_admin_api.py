@@ -146,14 +146,14 @@ async def test_a_purge_takes_many_short_turns_and_spares_what_is_held(
     control.tenants_by_name["b"].objects = {b"%d" % number: 1 for number in range(7)}
     control.tenants_by_name["b"].held = {b"3"}
     answer = await api.post("/purge", json={"tenant": "b"})
-    assert answer.json() == {"count": 6}
+    assert answer.json() == {"count": 6, "kept": 1}
     assert list(control.tenants_by_name["b"].objects) == [b"3"]
 
 
 async def test_a_draining_pool_is_alive_and_not_ready(api: httpx.AsyncClient, control: FakeControl) -> None:
-    control.values["leases"] = 4
+    control.values |= {"leases": 4, "sending": 3}
     answer = await api.post("/drain")
-    assert answer.json() == {"draining": True, "leases": 4, "unsealed": 0, "tickets": 0}
+    assert answer.json() == {"draining": True, "leases": 4, "unsealed": 0, "tickets": 0, "sending": 3}
     assert (await api.get("/health")).status_code == 200
     not_ready = await api.get("/ready")
     assert (not_ready.status_code, not_ready.json()["error"]["code"]) == (503, "unavailable")

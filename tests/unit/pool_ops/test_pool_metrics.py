@@ -74,6 +74,7 @@ def test_tenants_and_tiers_have_series_of_their_own_and_none_for_what_has_no_bou
     assert found["kvrelay_pool_tenant_max_connections", (("tenant", "b"),)] == 7
     assert ("kvrelay_pool_tenant_max_objects", (("tenant", "b"),)) not in found
     assert found["kvrelay_pool_tier_hits_total", (("tier", "ssd"),)] == 5
+    assert found["kvrelay_pool_tier_throttled_seconds_total", (("tier", "ssd"),)] == 0.125
     assert ("kvrelay_pool_tier_capacity_bytes", (("tier", "ssd"),)) not in found
 
 

@@ -45,8 +45,31 @@ def found(flags: dict[str, Any], host: HostFacts) -> list[Finding]:
 def test_a_good_machine_gets_no_complaint() -> None:
     assert found({}, a_host()) == []
     assert {finding.name for finding in check(resolve({}, {}), a_host())} == {
-        "memory", "NUMA", "locked memory", "open files", "TCP buffers", "shared memory",
+        "memory", "catalog", "NUMA", "locked memory", "open files", "TCP buffers", "shared memory",
     }  # fmt: skip
+
+
+def catalog_of(flags: dict[str, Any], host: HostFacts, objects: int | None = None, text: str = "") -> Finding:
+    (finding,) = (f for f in check(resolve(flags, {}, text), host, objects) if f.name == "catalog")
+    return finding
+
+
+def test_what_is_kept_of_objects_beside_the_arena_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("kvrelay.pool.preflight.native", object())
+    flags = {"unix": str(tmp_path / "s"), "size": "1GiB"}
+    host = a_host(memory=Limit(2 * GIB, "this machine"))
+    assert catalog_of(flags, host).told.startswith("16384 objects take 2.3 MiB, their index 368 KiB; 1 GiB are left")
+    assert "their index 0" in catalog_of(flags | {"index": False}, host).told
+    assert "their index 0" in catalog_of({"size": "1GiB"}, host).told, "nobody to send it to"
+    full = catalog_of(flags, host, 10_000_000)
+    assert (full.level, full.mend.split(",")[0]) == ("warning", "give a smaller --size")
+    assert catalog_of(flags | {"huge_pages": "1GiB"}, host, 10_000_000).level == "ok", "the arena is not of that memory"
+    token = tmp_path / "token"
+    token.write_text("t")
+    tenant = f'[[tenants]]\nname = "a"\ntoken_file = "{token}"\nmax_objects = 1000\n'
+    assert catalog_of(flags, host, text=tenant).told.startswith("1000 objects take 141.6 KiB, their index 0")
+    monkeypatch.setattr("kvrelay.pool.preflight.native", None)
+    assert "16384 objects take 9.5 MiB, their index 0" in catalog_of(flags, host).told
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,6 @@ def list_objects(prefix: bytes, limit: int | None) -> Operation[list[ObjectInfo]
 
 def purge() -> Operation[int]:
     """Forget every object that nobody has leased or pinned; how many."""
-    reply = yield Ask(m.Purge(0), m.Affected)
-    assert isinstance(reply, m.Affected)
+    reply = yield Ask(m.Purge(0), m.Purged)
+    assert isinstance(reply, m.Purged)
     return reply.count

@@ -148,14 +148,15 @@ def _managing(control: Control, bridge: Bridge) -> APIRouter:
         return models.Deleted(count=1)
 
     @router.post("/purge")
-    async def purge(order: models.PurgeOrder) -> models.Deleted:
+    async def purge(order: models.PurgeOrder) -> models.Purged:
         """Forget every object of a tenant that nobody has leased or pinned; the pool serves others meanwhile."""
         count, cursor = 0, 0
         while True:
             some, cursor = await bridge.call(lambda at=cursor: control.purge(order.tenant, at))  # type: ignore[misc]
             count += some
             if not cursor:
-                return models.Deleted(count=count)
+                kept = next(t.objects for t in await bridge.call(control.tenants) if t.name == order.tenant)
+                return models.Purged(count=count, kept=kept)
 
     @router.post("/drain")
     async def drain() -> models.Draining:
@@ -192,5 +193,9 @@ def _set_drain(control: Control, *, on: bool) -> models.Draining:
 def _draining(control: Control) -> models.Draining:
     stats = control.stats()
     return models.Draining(
-        draining=control.draining, leases=stats["leases"], unsealed=stats["unsealed"], tickets=stats["tickets"]
+        draining=control.draining,
+        leases=stats["leases"],
+        unsealed=stats["unsealed"],
+        tickets=stats["tickets"],
+        sending=stats["sending"],
     )

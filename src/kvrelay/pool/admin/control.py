@@ -53,6 +53,7 @@ class TierState(Struct, frozen=True, kw_only=True):
     read_seconds: float
     writes: int
     write_seconds: float
+    throttled_seconds: float
 
 
 class Page(Struct, frozen=True):

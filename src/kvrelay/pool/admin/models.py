@@ -39,6 +39,13 @@ class Deleted(Model):
     count: int
 
 
+class Purged(Model):
+    """How many objects are gone, and how many the tenant still has."""
+
+    count: int
+    kept: int = Field(description="leased, pinned, being written, or stored meanwhile")
+
+
 class PurgeOrder(Model):
     """Whose objects to forget."""
 
@@ -52,6 +59,7 @@ class Draining(Model):
     leases: int
     unsealed: int
     tickets: int
+    sending: int = Field(description="answers whose bytes are on their way")
 
 
 class Tenant(Model):
@@ -124,6 +132,7 @@ class TierView(Model):
     read_seconds: float
     writes: int
     write_seconds: float
+    throttled_seconds: float
 
 
 class Tiers(Model):

@@ -144,7 +144,8 @@ class Keeping:
 
     def purge_own(self, conn: Connection, request: m.Purge, now: float) -> None:
         """Purge the tenant that asks."""
-        self._desk.send(conn.number, m.Affected(request.id, self.purge(conn.tenant, now)))
+        count = self.purge(conn.tenant, now)
+        self._desk.send(conn.number, m.Purged(request.id, count, self._catalog.usage(conn.tenant)[0]))
 
     # --- looking around ---
 

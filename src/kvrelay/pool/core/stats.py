@@ -13,6 +13,7 @@
 ``pinned_objects``        objects protected by `Pin`
 ``tickets``               open tickets
 ``waiting``               unanswered `Wait`, `Collect` and `Follow` requests
+``sending``               answers whose bytes are on their way
 ``connections``           connections that said hello
 ``engines``               registered engines
 ``index_bytes``           shared memory of the indexes clients of this host look keys up in
@@ -92,6 +93,7 @@ def collect(core: PoolCore) -> dict[str, int]:
         "pinned_objects": counts.kept,
         "tickets": len(core.tickets.open),
         "waiting": desk.waiting,
+        "sending": core.reading.transfers,
         "connections": sum(conn.client is not None for conn in connections),
         "engines": sum(conn.engine is not None for conn in connections),
         "index_bytes": looked_up.index_bytes,

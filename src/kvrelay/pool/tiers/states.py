@@ -35,4 +35,5 @@ def tier_state(config: TierConfig, guard: Guard) -> TierState:
         read_seconds=seconds["load_seconds"],
         writes=figures["stores"],
         write_seconds=seconds["store_seconds"],
+        throttled_seconds=seconds["throttled_seconds"],
     )
