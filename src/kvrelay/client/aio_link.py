@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from kvrelay.client.connection import TIMEOUT_S, Connection
+from kvrelay.client.connection import TIMEOUT_S, Connection, allowed
 from kvrelay.client.core.handshake import find_index, hello, reach
 from kvrelay.client.core.session import AbandonedError, Ask, Call, undoing
 from kvrelay.client.core.steps import Start, Transfer
@@ -166,13 +166,14 @@ class AsyncLink(Connection):
             await asyncio.sleep(0)
 
     async def _run(self, operation: Operation[T], *, timeout_s: float = TIMEOUT_S, extra_s: float = 0.0) -> T:
+        timeout_s += allowed(extra_s)
         started: list[Call] = []
         step: Step | None = None
         try:
             step = next(operation)
             while True:
                 try:
-                    result = await self._take(step, timeout_s + extra_s, started)
+                    result = await self._take(step, timeout_s, started)
                 except KvRelayError as error:
                     step = operation.throw(error)
                 else:

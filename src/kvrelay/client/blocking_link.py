@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from kvrelay.client.connection import TIMEOUT_S, Connection
+from kvrelay.client.connection import TIMEOUT_S, Connection, allowed
 from kvrelay.client.core.handshake import find_index, hello, reach
 from kvrelay.client.core.session import Ask, Call
 from kvrelay.client.core.steps import Start, Transfer
@@ -149,11 +149,12 @@ class BlockingLink(Connection):
                 return self._finish(self._lead.start(step), timeout_s)
 
     def _run(self, operation: Operation[T], *, timeout_s: float = TIMEOUT_S, extra_s: float = 0.0) -> T:
+        timeout_s += allowed(extra_s)
         try:
             step = next(operation)
             while True:
                 try:
-                    result = self._take(step, timeout_s + extra_s)
+                    result = self._take(step, timeout_s)
                 except KvRelayError as error:
                     step = operation.throw(error)
                 else:

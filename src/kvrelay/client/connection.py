@@ -14,11 +14,12 @@ from kvrelay.client.index import SharedIndex, can_look
 from kvrelay.client.mover import BatchMover
 from kvrelay.client.nixl_path import NixlPath
 from kvrelay.client.tensors import bytes_of_tensor
-from kvrelay.errors import PoolUnavailableError
+from kvrelay.errors import BadRequestError, PoolUnavailableError
 from kvrelay.transport.checksum import segment_sums
 from kvrelay.transport.payload import incoming
 from kvrelay.transport.shm import Arena
 from kvrelay.transport.stream import Stream
+from kvrelay.wire import limits
 from kvrelay.wire import messages as m
 
 if TYPE_CHECKING:
@@ -31,6 +32,17 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0
 """How long the pool may take to answer, beyond the time a request itself allows."""
+
+
+def allowed(wait_s: float) -> float:
+    """How long a call may wait beyond what any may.
+
+    Raises:
+        BadRequestError: it is no time, or longer than the pool waits for anything.
+    """
+    if not 0 <= wait_s <= limits.MAX_WAIT_S:
+        raise BadRequestError(f"a wait of {wait_s!r} s: legal are 0 to {limits.MAX_WAIT_S:g}")
+    return wait_s
 
 
 class Connection:

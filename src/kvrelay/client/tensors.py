@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvrelay.client.core.blocks import Blocks
+from kvrelay.client.core.blocks import Blocks, bytes_of
 from kvrelay.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def _at_address(memory: Memory) -> memoryview:
             raise BadRequestError(f"a {kind} on {memory.device} cannot be read from here: copy it to the CPU first")
         if not memory.is_contiguous():
             raise BadRequestError(f"a {kind} of shape {tuple(memory.shape)} is not contiguous")
+        if getattr(memory, "is_conj", bool)() or getattr(memory, "is_neg", bool)():
+            raise BadRequestError(f"a {kind} whose memory holds other values: give .resolve_conj().resolve_neg()")
         address, size, read_only = memory.data_ptr(), memory.numel() * memory.element_size(), False
     elif hasattr(memory, "__array_interface__"):
         described = memory.__array_interface__
@@ -78,12 +80,7 @@ def pages_of(
     Raises:
         BadRequestError: a page is empty or not within the tensor, which is not contiguous, or read-only and written to.
     """
-    view = bytes_of_tensor(tensor)
-    if not view.c_contiguous:
-        raise BadRequestError(f"a tensor of {view.nbytes} bytes is not contiguous")
-    if writable and view.readonly:
-        raise BadRequestError(f"a tensor of {view.nbytes} bytes to read into is read-only")
+    flat = bytes_of(bytes_of_tensor(tensor), writable=writable)
     scale = element_size(tensor)
     keys = [key for key, _ in blocks]
-    flat = view if view.format == "B" and view.ndim == 1 else view.cast("B")
     return keys, Blocks.of_pages(flat, [offset * scale for _, offset in blocks], page_size * scale)

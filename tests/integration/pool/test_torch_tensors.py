@@ -27,3 +27,10 @@ def test_pages_of_a_torch_tensor_come_back_as_they_were(client: PoolClient, dtyp
 def test_a_transposed_tensor_is_refused(client: PoolClient) -> None:
     with pytest.raises(BadRequestError, match=r"shape \(8, 4\) is not contiguous"):
         client.write_cache(torch.zeros(4, 8).t(), [(b"k", 0)], 4)
+
+
+def test_a_tensor_whose_values_are_made_when_they_are_read_is_refused(client: PoolClient) -> None:
+    lazy = torch.ones(4, dtype=torch.complex64).conj()
+    with pytest.raises(BadRequestError, match="whose memory holds other values"):
+        client.put(b"k", lazy)
+    client.put(b"k", lazy.resolve_conj())

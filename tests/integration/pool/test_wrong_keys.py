@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -127,8 +128,31 @@ def test_bytes_given_for_a_list_of_keys_are_no_keys(address: str) -> None:
 
 
 def test_other_errors_stay_what_they_are(address: str) -> None:
+    with (
+        PoolClient.connect(address, name="c") as client,
+        pytest.raises(BadRequestError, match="object 0 has 1 bytes, its buffer 2"),
+    ):
+        client.get_many([b"k"], [bytearray(2)])
+
+
+def test_a_field_out_of_its_bounds_is_named_with_its_value(address: str) -> None:
     with PoolClient.connect(address, name="c") as client:
-        with pytest.raises(BadRequestError, match="object 0 has 1 bytes, its buffer 2"):
-            client.get_many([b"k"], [bytearray(2)])
-        with pytest.raises(BadRequestError, match="touch"):
-            client.touch([b"k"], -1.0)
+        for call, told in (
+            (lambda: client.touch([b"k"], -1.0), r"ttl_s = -1.0: legal is `float` >= 0.0"),
+            (lambda: client.put(b"new", b"v", ttl_s=math.nan), r"ttl_s = nan: legal is `float` >= 0.0"),
+            (lambda: client.match_prefix([b"k"], lease_s=math.inf), r"lease_s = inf: legal is `float` <= 3600.0"),
+            (lambda: client.open_ticket("", 1.0), r"ticket = '': legal is `str` of length >= 1"),
+            (lambda: client.get(b"absent", wait_s=math.nan), r"a wait of nan s: legal are 0 to 600"),
+            (lambda: client.get(b"absent", wait_s=1e12), r"a wait of 1000000000000.0 s: legal are 0 to 600"),
+            (lambda: client.collect("t", -1), r"a wait of -1 s"),
+        ):
+            with pytest.raises(BadRequestError, match=told):
+                call()
+        assert client.get(b"k") == b"v"
+
+
+async def test_a_wait_out_of_its_bounds_is_refused_in_a_loop_too(address: str) -> None:
+    async with await AsyncPoolClient.connect(address, name="c") as client:
+        with pytest.raises(BadRequestError, match="a wait of nan s"):
+            await client.get(b"absent", wait_s=math.nan)
+        assert await client.get(b"k") == b"v"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrelay.client.core.blocks import bytes_of
+from kvrelay.client.core.blocks import Blocks, bytes_of
 from kvrelay.client.tensors import bytes_of_tensor, element_size, pages_of
 from kvrelay.errors import BadRequestError
 
@@ -68,6 +68,22 @@ def test_a_tensor_is_written_in_place() -> None:
     memory = np.zeros(4, dtype=np.float32)
     bytes_of_tensor(CpuTensor(memory))[:4] = np.float32(1.5).tobytes()
     assert memory[0] == 1.5
+
+
+@pytest.mark.parametrize("dtype", [object, [("number", "i4"), ("thing", object)]])
+def test_python_objects_are_no_memory_of_anybody_elses(dtype: Any) -> None:
+    array = np.zeros(2, dtype=dtype)
+    with pytest.raises(BadRequestError, match="holds Python objects"):
+        Blocks.of_buffers([bytes_of_tensor(array)])
+    with pytest.raises(BadRequestError, match="holds Python objects"):
+        pages_of(array, [(b"k", 0)], 1)
+    assert len(Blocks.of_buffers([bytes_of_tensor(np.zeros(2, dtype=[("O", "i4")]))])) == 1
+
+
+def test_a_page_is_a_whole_number_of_elements() -> None:
+    with pytest.raises(BadRequestError, match=r"a page of 6.0 bytes"):
+        pages_of(np.zeros(4, dtype=np.float32), [(b"k", 0)], 1.5)  # type: ignore[arg-type]
+    assert len(pages_of(np.zeros(4), [(b"k", 0)], np.int64(2))[1]) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from array import array
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from kvrelay.client.core.steps import Operation
 
 BATCH_KEYS = 1_024
+_FIELD_NAME = re.compile(":[^:]*:")
 BATCH_BYTES = 16 << 20
 """One request asks for about so much, so that the pool works on the next while this one is copied."""
 
@@ -22,13 +25,17 @@ def bytes_of(view: memoryview, *, writable: bool = False) -> memoryview:
     """A caller's buffer as bytes, whatever it holds.
 
     Raises:
-        BadRequestError: it is not contiguous, or read-only and to be read into.
+        BadRequestError: it is not contiguous, or read-only and to be read into, or holds Python objects.
     """
     if not view.c_contiguous:
         raise BadRequestError(f"a buffer of {view.nbytes} bytes is not contiguous")
     if writable and view.readonly:
         raise BadRequestError(f"a buffer of {view.nbytes} bytes to read into is read-only")
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    if view.format == "B" and view.ndim == 1:
+        return view
+    if "O" in _FIELD_NAME.sub("", view.format):
+        raise BadRequestError(f"a buffer of {view.nbytes} bytes holds Python objects, which others cannot have")
+    return view.cast("B")
 
 
 class Blocks:
@@ -68,6 +75,10 @@ class Blocks:
         Raises:
             BadRequestError: a page is empty or beyond the buffer.
         """
+        try:
+            size = operator.index(size)
+        except TypeError:
+            raise BadRequestError(f"a page of {size!r} bytes: it has a whole number of them") from None
         if size <= 0:
             raise BadRequestError(f"a page of {size} bytes: it has at least one")
         try:

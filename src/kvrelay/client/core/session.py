@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from kvrelay import errors
-from kvrelay.client.core.keys import explained
+from kvrelay.client.core.refusals import explained
 from kvrelay.errors import KvRelayError, PoolUnavailableError, ProtocolError
 from kvrelay.wire import messages as m
 
