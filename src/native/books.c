@@ -565,14 +565,17 @@ void books_trim(struct books *books, uint64_t bytes, uint32_t only, int clean, u
     }
 }
 
-uint32_t books_victims(const struct books *books, uint32_t limit, uint32_t *rows) {
+uint32_t books_victims(const struct books *books, uint32_t limit, uint32_t only, uint32_t *rows) {
     uint32_t count = 0, done = 0;
     uint8_t *seen = calloc(books->holding_count ? books->holding_count : 1, 1);
     if (!seen) return 0;
     for (; done < books->holding_count && count < limit; done++) {
         uint32_t most = NO_ROW;
         for (uint32_t i = 0; i < books->holding_count; i++)
-            if (!seen[i] && (most == NO_ROW || books->holdings[i].bytes > books->holdings[most].bytes)) most = i;
+            if (!seen[i] && (only == NO_ROW || only == i) &&
+                (most == NO_ROW || books->holdings[i].bytes > books->holdings[most].bytes))
+                most = i;
+        if (most == NO_ROW) break;
         seen[most] = 1;
         const struct order *order = &books->holdings[most].order;
         uint32_t number = NO_ROW;

@@ -120,7 +120,7 @@ int books_expire_at(struct books *books, uint32_t row, double at); /* as books_s
 void books_mark_clean(struct books *books, uint32_t row, int clean);
 void books_trim(struct books *books, uint64_t bytes, uint32_t holding, int clean, uint64_t *objects, uint64_t *freed);
 /* Rows about to be evicted and lost with it, into `rows`; how many. */
-uint32_t books_victims(const struct books *books, uint32_t limit, uint32_t *rows);
+uint32_t books_victims(const struct books *books, uint32_t limit, uint32_t only, uint32_t *rows);
 uint32_t books_expired(const struct books *books, double now); /* the next whose time is over; NO_ROW: none */
 
 /* What is wrong, or NULL. Walks everything. */

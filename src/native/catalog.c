@@ -656,14 +656,17 @@ static PyObject *trim(Catalog *self, PyObject *args, PyObject *kwargs) {
     return Py_BuildValue("KK", (unsigned long long)objects, (unsigned long long)freed);
 }
 
-static PyObject *victims(Catalog *self, PyObject *object) {
-    Py_ssize_t limit = PyNumber_AsSsize_t(object, NULL);
+static PyObject *victims(Catalog *self, PyObject *const *args, Py_ssize_t args_count) {
+    uint32_t only = NO_ROW;
+    if (check_count(args_count, 1, 2) < 0) return NULL;
+    Py_ssize_t limit = PyNumber_AsSsize_t(args[0], NULL);
     if (limit == -1 && PyErr_Occurred()) return NULL;
+    if (args_count == 2 && args[1] != Py_None && (only = take_tenant(self, args[1])) == NO_ROW) return NULL;
     if (limit < 0) limit = 0;
     if ((uint64_t)limit > self->books.count) limit = self->books.count;
     PyObject *rows = bytes_of(NULL, 4 * (size_t)limit);
     if (!rows) return NULL;
-    Py_ssize_t found = books_victims(&self->books, (uint32_t)limit, (uint32_t *)(void *)PyBytes_AS_STRING(rows));
+    Py_ssize_t found = books_victims(&self->books, (uint32_t)limit, only, (uint32_t *)(void *)PyBytes_AS_STRING(rows));
     if (found < limit) _PyBytes_Resize(&rows, 4 * found);
     return rows;
 }
@@ -899,7 +902,7 @@ static PyMethodDef methods[] = {
     {"describe", FUNCTION(describe), METH_O, NULL},
     {"runs", FUNCTION(runs), METH_O, NULL},
     {"trim", FUNCTION(trim), METH_VARARGS | METH_KEYWORDS, NULL},
-    {"victims", FUNCTION(victims), METH_O, NULL},
+    {"victims", FUNCTION(victims), METH_FASTCALL, NULL},
     {"expire", FUNCTION(expire), METH_FASTCALL, NULL},
     {"next_expiry", FUNCTION(next_expiry), METH_NOARGS, NULL},
     {"set_quota", FUNCTION(set_quota), METH_FASTCALL, NULL},

@@ -133,7 +133,7 @@ class Calls:
         return self._tenant(), self.rng.choice([None, None, 20 * PAGE, 90 * PAGE]), self.rng.choice([None, None, 9, 40])
 
     def _victims(self) -> tuple[Any, ...]:
-        return (self.rng.randrange(1, 9),)
+        return self.rng.randrange(1, 9), self.rng.choice([None, self._tenant()])
 
     def _page(self) -> tuple[Any, ...]:
         return self.rng.choice([None, self._tenant()]), self.rng.randrange(5), self.rng.randrange(1, 40), b""

@@ -412,6 +412,8 @@ def test_what_is_clean_can_be_trimmed_alone_and_is_not_offered_as_a_victim(make:
     catalog.mark_clean(rows[1], True)
     catalog.touch(rows[3])
     assert rows_of(catalog.victims(9)) == [rows[2], rows[4], rows[5]]
+    assert rows_of(catalog.victims(9, 0)) == [rows[2], rows[4], rows[5]]
+    assert rows_of(catalog.victims(9, 5)) == []
     assert catalog.counts().sealed == 6
     assert catalog.trim(1 << 40, clean=True) == (1, PAGE)
     catalog.mark_clean(rows[2], True)

@@ -10,7 +10,7 @@ from kvrelay.errors import NotFoundError
 from kvrelay.pool.core.actions import Close, Send
 from kvrelay.pool.core.pool import PoolCore
 from kvrelay.pool.core.tenants import Quota, Tenant
-from kvrelay.pool.core.upkeep import EXPIRE_OBJECTS, STUCK_S, Rules
+from kvrelay.pool.core.upkeep import EXPIRE_OBJECTS, STEP_S, STUCK_S, Rules
 from kvrelay.testing.pool_core import NOTHING_HELD, PAGE, Driver, column
 from kvrelay.wire import limits
 from kvrelay.wire import messages as m
@@ -313,6 +313,27 @@ def test_with_a_lower_tier_only_what_was_copied_down_is_evicted_at_the_watermark
     d.pass_time(STUCK_S)
     assert d.core.stats()["objects"] == 3
     assert d.core.next_deadline() is None
+
+
+@pytest.mark.parametrize("quota", [Quota(quota_bytes=10 * PAGE), Quota(max_objects=10)])
+def test_of_a_tenant_near_its_quota_its_own_is_copied_down_and_evicted_before_it_is_lost(quota: Quota) -> None:
+    d = Driver(pages=100, rules=Rules(high=0.5, low=0.3), tenants=[ONE, Tenant(name="two", token="2", quota=quota)])
+    below = Below(d)
+    d.core.attach(below)
+    d.put(2, b"of the first", *names(8))
+    d.put(3, *names(6))
+    d.pass_time(STEP_S)
+    assert {d.core.catalog.info(row).tenant for row in below.offered} == {1}
+    assert d.core.stats()["evictions"] == 0
+    below.copied()
+    d.pass_time(STUCK_S)
+    assert [use.objects for use in d.core.tenant_uses()] == [9, 3]
+    d.put(3, *(b"new %d" % number for number in range(6)))
+    below.copied()
+    assert list(d.put(3, *(b"newer %d" % number for number in range(3)))) == [Stored.STORED] * 3
+    stats = d.core.stats()
+    assert (stats["lost"], stats["evicted_for_room"]) == (0, 0)
+    assert next(use.objects for use in d.core.tenant_uses()) == 9
 
 
 def full_of_what_is_below(quota_pages: int | None = None) -> Driver:

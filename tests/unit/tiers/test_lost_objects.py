@@ -39,7 +39,7 @@ def test_what_no_tier_had_is_counted_as_lost_when_it_is_evicted(core: PoolCore) 
         row = core.catalog.find(0, b"%d" % number)
         assert row is not None
         core.catalog.mark_clean(row, True)
-    core.upkeep.make_room(0, 2 * PAGE)
+    core.upkeep.make_room(0, 2 * PAGE, 2)
     assert core.stats()["lost"] == 0, "what a tier has goes first"
     assert core.stats()["evicted_for_room"] == 2
     seal(core, *(b"new %d" % number for number in range(8)))

@@ -202,10 +202,11 @@ class Books:
             self.evict(victim)
         return objects, freed
 
-    def victims(self, limit: int) -> list[Row]:
-        """Up to ``limit`` objects that will go next and that would be lost."""
+    def victims(self, limit: int, tenant: int | None) -> list[Row]:
+        """Up to ``limit`` objects, of one tenant or all, that will go next and that would be lost."""
         rows: list[Row] = []
-        for holding in sorted(self.holdings.values(), key=lambda holding: -holding.bytes):
+        holdings = list(self.holdings.values()) if tenant is None else [self.holding(tenant)]
+        for holding in sorted(holdings, key=lambda holding: -holding.bytes):
             for row in itertools.islice(holding.queue, MAX_PEEK * limit):
                 if len(rows) == limit:
                     return rows

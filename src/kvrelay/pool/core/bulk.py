@@ -143,12 +143,14 @@ class Bulk:
         if self._seeking.lower is None or len(sizes) != 8 * len(request.keys):
             return  # `reserve` says what is wrong
         sizes = sizes.cast("Q")
-        if sum(sizes) <= self._catalog.free_bytes or max(sizes) > limits.MAX_OBJECT_BYTES:
+        over = self._upkeep.quotas.over(tenant, sum(sizes), len(sizes))
+        if (sum(sizes) <= self._catalog.free_bytes and not over) or max(sizes) > limits.MAX_OBJECT_BYTES:
             return
         states, rows = self._catalog.lookup(tenant, request.keys)
         there = array("I", itertools.compress(memoryview(rows).cast("I"), states)).tobytes()
         self._store.pin_rows(there)
-        self._upkeep.make_room(tenant, sum(itertools.compress(sizes, (state == State.FREE for state in states))))
+        new = list(itertools.compress(sizes, (state == State.FREE for state in states)))
+        self._upkeep.make_room(tenant, sum(new), len(new))
         self._store.unpin_rows(there)
 
     def put(self, conn: Connection, request: m.Put, payload_bytes: int, _now: float) -> Delivery | None:
@@ -189,6 +191,7 @@ class Bulk:
         if sums != whole.expected:
             states, column, sums = self._without_damaged(whole, sums)
         self._publish(column, sums, self._upkeep.expiry(now, request.ttl_s))
+        self._upkeep.sealed(conn.tenant, now)
         self._desk.send(conn.number, m.PutDone(request.id, states, whole.why))
 
     def _without_damaged(self, whole: _Whole, sums: bytes) -> tuple[bytes, bytes, bytes]:
@@ -243,6 +246,7 @@ class Bulk:
             raise BadRequestError(f"{len(request.sums)} bytes of checksums for {batch.objects} objects granted")
         self._end(batch)
         self._publish(batch.column, request.sums, self._upkeep.expiry(now, batch.ttl_s))
+        self._upkeep.sealed(conn.tenant, now)
         self._desk.send(conn.number, m.Done(request.id))
 
     def _end(self, batch: Batch) -> None:

@@ -359,9 +359,9 @@ class Catalog:
         """
         return self._books.trim(size_bytes, tenant, clean=clean)
 
-    def victims(self, limit: int) -> bytes:
+    def victims(self, limit: int, tenant: int | None = None) -> bytes:
         """Rows of up to ``limit`` objects that are about to be evicted and would be lost with it; nothing changes."""
-        return _column("I", (row.number for row in self._books.victims(limit)))
+        return _column("I", (row.number for row in self._books.victims(limit, tenant)))
 
     def expire(self, now: float, limit: int) -> tuple[int, int]:
         """Forget what has expired by ``now``, ``limit`` objects at most; how many objects and bytes it was."""

@@ -34,10 +34,30 @@ class Quotas:
         self._catalog.set_quota(tenant, quota.quota_bytes, quota.max_objects)
         return quota
 
-    def left_bytes(self, tenant: int, size_bytes: int) -> int:
-        """How much of ``size_bytes`` a tenant may add to what it holds."""
-        most = self._quotas[tenant].quota_bytes
-        return size_bytes if most is None else min(size_bytes, most - self._catalog.usage(tenant)[1])
+    def __len__(self) -> int:
+        return len(self._quotas)
+
+    def above(self, tenant: int, share: float) -> int:
+        """Bytes a tenant holds above a share of what it may have; objects it has above it count as its usual ones."""
+        quota = self._quotas[tenant]
+        if quota.quota_bytes is None and quota.max_objects is None:
+            return 0
+        objects, held = self._catalog.usage(tenant)
+        above = 0 if quota.quota_bytes is None else held - int(share * quota.quota_bytes)
+        if quota.max_objects is not None and objects > 0:
+            above = max(above, (objects - int(share * quota.max_objects)) * held // objects)
+        return max(0, above)
+
+    def over(self, tenant: int, size_bytes: int, objects: int) -> int:
+        """How many bytes of its own a tenant has to lose before so much more is within its bounds."""
+        quota = self._quotas[tenant]
+        if quota.quota_bytes is None and quota.max_objects is None:
+            return 0
+        named, held = self._catalog.usage(tenant)
+        over = 0 if quota.quota_bytes is None else held + size_bytes - quota.quota_bytes
+        if quota.max_objects is not None and named > 0:
+            over = max(over, (named + objects - quota.max_objects) * held // named)
+        return max(0, over)
 
     def why_full(self, tenant: int, size_bytes: int) -> str:
         """Which bound of its tenant had the catalog refuse an object of ``size_bytes`` just now; empty if none."""

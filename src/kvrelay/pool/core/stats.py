@@ -80,6 +80,7 @@ def collect(core: PoolCore) -> dict[str, int]:
     counters, connections = desk.counters, desk.connections.values()
     at_watermark = core.upkeep.evicted_at_watermark
     for_room = counts.evicted_for_room + core.upkeep.evicted_clean
+    for_quota = counts.evicted_for_quota + core.upkeep.evicted_clean_for_quota
     return {
         "arena_bytes": core.catalog.arena_bytes,
         "free_bytes": counts.free_bytes,
@@ -105,9 +106,9 @@ def collect(core: PoolCore) -> dict[str, int]:
         "missed": counters.missed + missed,
         "sealed": core.store.sealed_total,
         "aborted": core.store.aborted_total,
-        "evictions": for_room + counts.evicted_for_quota + at_watermark,
+        "evictions": for_room + for_quota + at_watermark,
         "evicted_for_room": for_room,
-        "evicted_for_quota": counts.evicted_for_quota,
+        "evicted_for_quota": for_quota,
         "evicted_at_watermark": at_watermark,
         "lost": counts.evicted_unclean if core.seeking.lower is not None else 0,
         "expired_objects": core.upkeep.expired_objects,

@@ -250,6 +250,7 @@ class Writing:
                 self.store.seal(entry, self._upkeep.expiry(now))
                 if self._seeking.lower is not None:
                     self._seeking.lower.sealed((entry.row,))
+                self._upkeep.sealed(conn.tenant, now)
             elif isinstance(request, m.Written) and request.final:
                 self.store.stopped(entry, conn.number)
             self._reading.written((entry.row,))
