@@ -181,6 +181,9 @@ def _explain(error: ValidationError, names: Mapping[str, str], file_name: str) -
             yield f"{path} (from {origin}): unknown setting; {hint}"
         elif problem["type"] == "missing":
             yield f"{path} (from {origin}): not given"
+        elif problem["type"] == "tuple_type":
+            hint = f"tables, each under [[{path}]]" if path in {"tenants", "tiers"} else "a list"
+            yield f"{path} = {problem['input']!r} (from {origin}): legal are {hint}"
         else:
             message = problem["msg"].removeprefix("Value error, ")
             yield f"{path} = {problem['input']!r} (from {origin}): {message[0].lower()}{message[1:]}"

@@ -83,6 +83,9 @@ def test_all_problems_are_told_at_once_with_the_place_each_came_from() -> None:
         ({"token_file": "/no/such"}, '[[tenants]]\nname = "a"\ncertificate = "a"\n', "drop --token-file"),
         ({"token_file": "/no/such"}, "", "token_file: token file '/no/such' cannot be read"),
         ({}, "tls = 2\n", "tls = 2"),
+        ({}, '[tenants]\nname = "a"\n', "(from pool.toml): legal are tables, each under [[tenants]]"),
+        ({}, "tiers = 3\n", "legal are tables, each under [[tiers]]"),
+        ({}, "numa_nodes = true\n", "numa_nodes = True (from pool.toml): legal are a list"),
         ({}, "size = \n", "not valid TOML"),
     ],
 )  # fmt: skip
