@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.pool.tiers.core.bucket import TokenBucket
@@ -29,6 +29,7 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
     assert bucket.take(1, now=10.0) == 0.5
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5_000), st.floats(0, 2)), min_size=1, max_size=50))
 def test_no_stretch_of_time_lets_more_pass_than_rate_burst_and_one_take(takes: list[tuple[int, float]]) -> None:
     bucket = TokenBucket(1_000, burst_s=0.25)
