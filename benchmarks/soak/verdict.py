@@ -45,7 +45,7 @@ def leaks(client: PoolClient, clients: int) -> list[str]:
         if not left or time.monotonic() > end:
             break
         time.sleep(ASK_EVERY_S)
-    client.start(m.Purge(0), m.Affected).result(SETTLE_S)
+    client.start(m.Purge(0), m.Purged).result(SETTLE_S)
     stat = client.stat()
     if stat["objects"]:
         left.append(f"objects after a purge = {stat['objects']}")

@@ -85,13 +85,16 @@ def test_a_call_that_was_never_sent_is_forgotten() -> None:
     assert session.outstanding == 0
 
 
-def test_the_answer_to_something_else_is_a_protocol_error() -> None:
+def test_the_answer_to_something_else_is_a_protocol_error_and_its_call_fails_with_it() -> None:
     session = Session()
-    _, request = session.start(Ask(m.Stat(0), m.Stats))
+    call, request = session.start(Ask(m.Stat(0), m.Stats))
     with pytest.raises(ProtocolError, match="not outstanding"):
         session.on_message(m.Done(request.id + 1), 0)
-    with pytest.raises(ProtocolError, match="Stat with Done"):
+    with pytest.raises(ProtocolError, match="Stat with Done") as caught:
         session.on_message(m.Done(request.id), 0)
+    session.close(caught.value)
+    with pytest.raises(ProtocolError, match="Stat with Done"):
+        call.outcome()
 
 
 def test_bytes_go_where_they_were_asked_to_and_complete_the_call() -> None:

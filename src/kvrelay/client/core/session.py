@@ -143,12 +143,13 @@ class Session:
         self._finish(message)
 
     def _finish(self, message: m.Reply) -> None:
-        call = self._calls.pop(message.id, None)
+        call = self._calls.get(message.id)
         if call is None:
             raise ProtocolError(f"the pool answered request {message.id}, which is not outstanding")
+        if not isinstance(message, (m.Failed, call.ask.reply)):  # the call fails with all others when this is closed
+            raise ProtocolError(f"the pool answered {type(call.ask.request).__name__} with {type(message).__name__}")
+        del self._calls[message.id]
         if isinstance(message, m.Failed):
             call.finish(None, explained(call.ask.request, errors.from_code(message.code, message.message)))
-        elif not isinstance(message, call.ask.reply):
-            raise ProtocolError(f"the pool answered {type(call.ask.request).__name__} with {type(message).__name__}")
         else:
             call.finish(message, None)
