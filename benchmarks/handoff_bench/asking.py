@@ -122,5 +122,5 @@ def _keep_decoding(engine: Engine, number: int, stop: threading.Event) -> None:
 
 
 def prompt_of(tokens: int, *seed: object) -> list[int]:
-    """Arbitrary token ids; another seed, another prompt."""
-    return random.Random(repr(seed)).choices(range(FIRST_ID, LAST_ID), k=tokens)
+    """Arbitrary token ids; another seed or length, another prompt, from its first token on."""
+    return random.Random(repr((tokens, *seed))).choices(range(FIRST_ID, LAST_ID), k=tokens)

@@ -76,9 +76,11 @@ class BesideTable(Table):
                 prompts = [prompt_of(length, "beside", legs.contestant.name, round_, at) for at in range(WINDOW)]
                 # P computes in both kinds of window: what differs is where D finds the prompt.
                 others = [prompt_of(length, "others", legs.contestant.name, round_, at) for at in range(WINDOW)]
+                before = legs.decode.external_tokens()
                 with Rate(legs.decode) as taking:
                     for prompt in prompts:
                         legs.hand_over(prompt)
+                legs.prove_taken(before, WINDOW * legs.handed_over(length))
                 with Rate(legs.decode) as hitting:
                     for prompt, other in zip(prompts, others, strict=True):
                         legs.prefill.complete(other, legs.contestant.prefill_params())
