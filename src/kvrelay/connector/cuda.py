@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+
+from kvrelay.connector.device import ITEMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ITEMS = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-"""Types of items by their bytes: CUDA kernels of torch know signed integers only."""
+    import numpy as np
 
 
 class CudaCopies:

@@ -10,18 +10,21 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
+import torch
+
 from kvrelay.connector.pages import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
-    import torch
     from _typeshed import ReadableBuffer, WriteableBuffer
 
     from kvrelay.connector.layout import BlockKind
     from kvrelay.connector.pages import Column
 
+ITEMS = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
+"""Types of items by their bytes, as a tensor and as an array: CUDA kernels of torch know signed integers only."""
 MIRROR_BYTES = 16 << 20
 """What is copied at once between a layer and a mirror, if an object is not larger."""
 
@@ -85,12 +88,10 @@ class DeviceLayer:
     """
 
     def __init__(self, mirrors: Mirrors, blocks: torch.Tensor) -> None:
-        import torch
-
         self._mirrors = mirrors
         self._copies = mirrors.copies
         self._ratio = mirrors.kind.kernel_blocks
-        self._blocks = blocks.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[mirrors.kind.item_bytes])
+        self._blocks = blocks.view(ITEMS[mirrors.kind.item_bytes][0])
         self._computed: Any = None
         self.block_tokens = mirrors.kind.block_tokens
 
