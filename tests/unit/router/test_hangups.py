@@ -1,10 +1,12 @@
-"""SIGHUPs that come close together."""
+"""Readings of the configuration that come close together: by SIGHUP, and by the admin API."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from typing import TYPE_CHECKING, cast
+
+import pytest
 
 from kvrelay.router.admin.serving import Serving
 
@@ -39,27 +41,34 @@ class Service:
             self.last.set()
 
 
-async def test_what_was_read_first_does_not_replace_what_was_read_last() -> None:
-    """1. SIGHUP: the file is read, and takes a while. 2. The file changes. 3. SIGHUP again: it is read in no time."""
+@pytest.mark.parametrize("first", ["SIGHUP", "API"])
+@pytest.mark.parametrize("second", ["SIGHUP", "API"])
+async def test_what_was_read_first_does_not_replace_what_was_read_last(first: str, second: str) -> None:
+    """1. The file is read, and that takes a while. 2. The file changes. 3. It is read again, in no time."""
     file, slow, checked = ["old"], threading.Event(), threading.Event()
 
-    def read() -> str:
+    def read() -> RouterConfig:
         said = file[0]
         if said == "old":
             slow.set()
             checked.wait(0.2)  # unless the second reading is over before
         else:
             checked.set()
-        return said
+        return cast("RouterConfig", said)
 
     service = Service()
-    serving = Serving(
-        None, cast("RouterService", service), lambda: cast("RouterConfig", read())
-    )  # fmt: skip
-    serving.on_hangup()
-    assert await asyncio.to_thread(slow.wait, 10)
-    file[0] = "new"
-    serving.on_hangup()
-    async with asyncio.timeout(10):
+    serving = Serving(None, cast("RouterService", service), read)
+
+    async def ask(how: str) -> None:
+        if how == "SIGHUP":
+            serving.on_hangup()
+        else:
+            await serving.reload()
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as asking:
+        asking.create_task(ask(first))
+        assert await asyncio.to_thread(slow.wait, 10)
+        file[0] = "new"
+        asking.create_task(ask(second))
         await service.last.wait()
     assert service.applied == ["old", "new"]

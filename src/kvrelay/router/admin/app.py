@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
@@ -11,7 +10,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvrelay.admin.answers import bearer
 from kvrelay.admin.app import new_app, probes
-from kvrelay.errors import ConfigError
 from kvrelay.router.admin import models
 from kvrelay.router.core.fleet import Role, parse_address
 from kvrelay.router.core.kv.settings import parse_endpoints
@@ -19,21 +17,21 @@ from kvrelay.router.core.standing import together
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from fastapi import FastAPI
 
     from kvrelay.admin.bridge import Bridge
-    from kvrelay.router.config import RouterConfig
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.standing import Duty
+    from kvrelay.router.reloading import Applied
     from kvrelay.router.service import RouterService
 
 
 def make_app(
-    service: RouterService, bridge: Bridge, read_config: Callable[[], RouterConfig] | None, token: str | None
+    service: RouterService, bridge: Bridge, reload: Callable[[], Coroutine[Any, Any, Applied]], token: str | None
 ) -> FastAPI:
-    """The API. ``read_config``: reads flags and configuration file again, in any thread; None without a file."""
+    """The API. ``reload``: see `Serving.reload`; it runs in the router's loop."""
     app = new_app(
         "router",
         "Looks at the engines of a running router and changes who they are.",
@@ -49,7 +47,7 @@ def make_app(
     )
     guarded: list[Any] = [Depends(bearer(token))] if token is not None else []
     app.include_router(_looking(service, bridge), dependencies=guarded)
-    app.include_router(_managing(service, bridge, read_config), dependencies=guarded)
+    app.include_router(_managing(service, bridge, reload), dependencies=guarded)
     return app
 
 
@@ -77,7 +75,7 @@ def _looking(service: RouterService, bridge: Bridge) -> APIRouter:
     return router
 
 
-def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], RouterConfig] | None) -> APIRouter:
+def _managing(service: RouterService, bridge: Bridge, reload: Callable[[], Coroutine[Any, Any, Applied]]) -> APIRouter:
     router = APIRouter(tags=["managing"])
     fleet = service.fleet
 
@@ -129,12 +127,9 @@ def _managing(service: RouterService, bridge: Bridge, read_config: Callable[[], 
         return await change(lambda: fleet.set_kv_events(name, kv_events))
 
     @router.post("/reload")
-    async def reload() -> models.Reloaded:
+    async def reload_configuration() -> models.Reloaded:
         """Read the configuration file again and go over to it, as SIGHUP does: all of it, or nothing."""
-        if read_config is None:
-            raise ConfigError("the router was started without --config: there is nothing to read again")
-        config = await asyncio.to_thread(read_config)
-        applied = await bridge.call(lambda: service.apply(config))
+        applied = await bridge.wait(reload)
         await bridge.wait(service.concert.settled)
         fleet = applied.fleet
         return models.Reloaded(

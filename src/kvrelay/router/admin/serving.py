@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvrelay.admin.server import AdminServer
     from kvrelay.router.config import RouterConfig
     from kvrelay.router.core.admin import Admin
+    from kvrelay.router.reloading import Applied
     from kvrelay.router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Serving:
         self._server = server
         self._reloads: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
-        """Whose it is reads: what was read last is to be what counts."""
+        """Whose it is reads and applies: what was read last is to be what counts."""
 
     def start(self) -> None:
         """Serve, and hand over to the running event loop."""
@@ -46,21 +47,30 @@ class Serving:
         from kvrelay.router.admin.app import make_app
 
         bridge = Bridge(asyncio.get_running_loop(), who="the router")
-        self._server.start(make_app(self._service, bridge, self._read_config, self._admin.token))
+        self._server.start(make_app(self._service, bridge, self.reload, self._admin.token))
 
     def stop(self) -> None:
         """End it."""
         if self._server is not None:
             self._server.stop()
 
+    async def reload(self) -> Applied:
+        """Go over to flags and configuration file as they are on disk now; what counts is what was read last.
+
+        Raises:
+            ConfigError: there is no file, or with every reason why not: then nothing changes.
+        """
+        async with self._turn:
+            return await self._apply_again()
+
     def on_hangup(self) -> None:
         """SIGHUP: go on in new log files, with the keys, certificates and configuration as they are on disk now."""
         self._service.reopen_logs()
-        task = asyncio.create_task(self._reload())
+        task = asyncio.create_task(self._hang_up())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
 
-    async def _reload(self) -> None:
+    async def _hang_up(self) -> None:
         async with self._turn:
             await self._read_again()
 
@@ -75,12 +85,17 @@ class Serving:
         if self._read_config is None or not self._service.concert.leads:
             return
         try:
-            self._service.apply(await asyncio.to_thread(self._read_config))
+            await self._apply_again()
         except ConfigError as error:
             for problem in error.problems:
                 logger.error("the new configuration is refused, and nothing changes: %s", problem)  # noqa: TRY400
         except KvRelayError as error:
             logger.error("the new configuration is refused, and nothing changes: %s", error)  # noqa: TRY400
+
+    async def _apply_again(self) -> Applied:
+        if self._read_config is None:
+            raise ConfigError("the router was started without --config: there is nothing to read again")
+        return self._service.apply(await asyncio.to_thread(self._read_config))
 
 
 def bind(admin: Admin) -> AdminServer:
