@@ -121,10 +121,15 @@ class PoolService:
         return tiers
 
     async def _serve_on(self, server: PoolServer, arena: Arena, tiers: TierService | None) -> int:
-        for address in self._config.addresses:
-            server.listen(address, None if address.is_unix else self._context)
         control = CoreControl(server, tiers.states if tiers is not None else tuple)
-        admin = self._admin(control, server)
+        try:
+            for address in self._config.addresses:
+                server.listen(address, None if address.is_unix else self._context)
+            admin = self._admin(control, server)
+        except BaseException:
+            server.stop()
+            await server.run()  # which closes what listens already, and does no more
+            raise
         serving = asyncio.create_task(server.run())
         where = ", ".join(map(str, server.addresses))
         auth = "token required" if self._config.needs_token else "no token"

@@ -256,6 +256,18 @@ def test_a_port_in_use_is_named() -> None:
     assert "in use" in done.stderr
 
 
+@pytest.mark.parametrize("flag", ["--listen", "--admin"])
+def test_a_pool_that_cannot_be_all_it_is_asked_for_leaves_no_socket(flag: str, tmp_path: Path) -> None:
+    path = tmp_path / "pool.sock"
+    other = ["--listen", "none"] if flag == "--admin" else []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("serve", "--size", "1MiB", "--unix", str(path), *other, flag, where)
+    assert done.returncode == 2
+    assert where in done.stderr
+    assert not path.exists()
+
+
 def test_a_socket_left_by_a_crash_is_taken_over_and_a_live_one_is_not(tmp_path: Path) -> None:
     with pool_process(tmp_path) as crashed:
         crashed.kill()
