@@ -498,6 +498,21 @@ def test_an_abort_while_a_step_is_carried_out_leaves_nothing(pool: PoolThread, m
     nothing_held(pool)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_a_request_computes_in_the_step_that_loads_and_ends_it_is_saved(make_engine: Make, tp: int) -> None:
+    """vLLM says that it ended before it says how the load did, and keeps its blocks if it is told to."""
+    serve(make_engine(), "a", PROMPT[:40])
+    engine = make_engine(tp=tp)
+    serve(engine, "b", PROMPT, 1)
+    told = engine.counters.take()
+    assert told["sync_loads"] == 1
+    assert 0 < told["loaded_tokens"] <= 40
+    engine.drain(WAIT_S)
+    reader = make_engine()
+    serve(reader, "c", PROMPT)
+    assert loaded(reader) in WHOLE
+
+
 def test_an_id_may_be_used_again_when_it_is_free(make_engine: Make) -> None:
     engine = make_engine(settings=Settings(caching=False))
     for prompt in (PROMPT, PROMPT[::-1], PROMPT):

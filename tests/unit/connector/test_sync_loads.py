@@ -159,6 +159,37 @@ class TestEnding:
         assert ledger.take_orders((), ()).cancelled == ()
         assert ledger.take_releases() == [7]
 
+    @pytest.mark.parametrize("valid", [64, 32])
+    def test_what_the_step_completes_of_a_request_that_ends_in_it_is_saved_if_its_load_worked(self, valid: int) -> None:
+        """1. A step loads, and computes the rest. 2. The request ends. 3. Every rank has told how the load ended.
+
+        The engine keeps the blocks from 2 on, and hears that they are free only after what is ordered in 3.
+        """
+        ledger = ledger_of()
+        chunks = tuple(Chunk(bytes([at]), at, min(at + CHUNK, 150)) for at in (0, 64, 128))
+        entry = ledger.add("r", 150, chunks, None)
+        ledger.look(entry)
+        ledger.match(entry, 1, 7, 10.0, sealed=1, size_bytes=640)
+        ledger.allocated(entry, ledger.claimable(entry, 0), (TABLE,), now=1.0)
+        ledger.take_orders((), ())
+        assert ledger.finish(entry, 150, (TABLE,)).hold is True
+        ledger.check_integrity()
+        orders = ledger.take_orders((), ())
+        assert (orders.saves, orders.held) == ((), ())
+        for ended, _ in ledger.report(report(valid, Reason.NONE if valid == 64 else Reason.TIMEOUT)):
+            ledger.loaded_now(ended, 2.0)
+        ledger.check_integrity()
+        orders = ledger.take_orders((), ())
+        assert orders.held == ("r",)
+        if valid == 64:
+            (save,) = orders.saves
+            assert ([chunk.end for chunk in save.chunks], save.complete) == ([128, 150], True)
+            assert save.tables == (Blocks(tuple(TABLE[2:5]), 2),)
+        else:
+            assert orders.saves == ()
+        ledger.sent("r")
+        assert len(ledger) == 0
+
     def test_a_request_aborted_in_the_step_is_held_for_saves_of_before_a_preemption(self) -> None:
         """1. A save is ordered. 2. The request is preempted, and loads synchronously. 3. It is aborted before the
         step's output is taken in, and only then the save and the load are reported.

@@ -293,7 +293,10 @@ class Ledger:
         Tokens beyond those the engine has accepted, such as drafts, do not count. While a synchronous load is under way
         none do: a rank does not know that another's failed, and what is computed from it is worth nothing.
         """
-        return self.saves and not self.loads_now(entry) and entry.next_end <= entry.certain(computed)
+        return not self.loads_now(entry) and self._completes(entry, computed)
+
+    def _completes(self, entry: Entry, computed: int) -> bool:
+        return self.saves and entry.next_end <= entry.certain(computed)
 
     def order_save(self, entry: Entry, computed: int, block_ids: Sequence[Sequence[int]]) -> SaveOrder:
         """Save every chunk that is complete with ``computed`` tokens and was not ordered yet.
@@ -345,7 +348,7 @@ class Ledger:
         """The engine finished or aborted the request, its first ``computed`` tokens being in these blocks.
 
         What its last step accepted was not certain when that step began: it is saved now. The last token of all is not
-        in the blocks, or not yet.
+        in the blocks, or not yet. If that step also loaded, what it computed is saved when every rank has told how.
         """
         was = entry.phase
         self._drop_lease(entry)
@@ -353,16 +356,23 @@ class Ledger:
         if was is Phase.LOADING and not self.loads_now(entry):
             self._new_cancelled.append(entry.request_id)
             return Finish(hold=False)
-        if entry.growth is not None and entry.next_chunk >= len(entry.chunks):
+        if entry.growth is not None:
             computed = min(computed, entry.growth.known_tokens - 1)
-            if self.has_unsaved(entry, computed):
-                self._new_late.append(replace(self.order_save(entry, computed, block_ids), complete=True))
+        if self.loads_now(entry) and self._completes(entry, computed):
+            entry.held, entry.rest = True, (computed, block_ids)
+            return Finish(hold=True)
+        if entry.growth is not None and entry.next_chunk >= len(entry.chunks):
+            self._save_late(entry, computed, block_ids)
         if entry.orders_ended < entry.orders * self._ranks:
             entry.held = True
             self._new_held.append(entry.request_id)
             return Finish(hold=True)
         del self._entries[entry.request_id]
         return Finish(hold=False)
+
+    def _save_late(self, entry: Entry, computed: int, block_ids: Sequence[Sequence[int]]) -> None:
+        if self.has_unsaved(entry, computed):
+            self._new_late.append(replace(self.order_save(entry, computed, block_ids), complete=True))
 
     # --- what the workers report ---
 
@@ -385,6 +395,11 @@ class Ledger:
                 entry.failed = True
                 entry.next_chunk = 0  # the pool has less than it said
                 entry.reason = outcome.reason or Reason.FAILED_LOAD
+            if entry.rest is not None:  # the request ended in this step, and its blocks are kept for this
+                if not entry.failed:
+                    self._save_late(entry, *entry.rest)
+                self._new_held.append(request_id)
+                entry.rest = None
             if (end := self._sync.ended(request_id, outcome)) is not None:
                 ended.append((entry, end))
         return ended
@@ -463,6 +478,7 @@ class Ledger:
             assert (entry.phase is Phase.LOADING) <= (entry.claim is not None)
             assert entry.claim is None or entry.phase in (Phase.LOADING, Phase.ENDED)
             assert not entry.held or entry.phase is Phase.ENDED
+            assert entry.rest is None or (entry.held and self.loads_now(entry))
             assert entry.phase is not Phase.ENDED or entry.held or entry.claim is not None
             assert not self.loads_now(entry) or entry.phase in (Phase.LOADING, Phase.ENDED)
         leases = [entry.lease for entry in self._entries.values() if entry.lease] + self._releases

@@ -11,6 +11,8 @@ from msgspec import Struct, field
 from kvrelay.types import Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvrelay.connector.core.growth import Growth
     from kvrelay.identity.core.chunks import Chunk
 
@@ -148,6 +150,8 @@ class Entry(Struct, kw_only=True):
     """By all ranks together."""
     held: bool = False
     """Finished, and the engine keeps its blocks for our saves."""
+    rest: tuple[int, Sequence[Sequence[int]]] | None = None
+    """Finished in the step of a synchronous load that is not reported yet: tokens computed, into which blocks."""
 
     @property
     def ticket(self) -> str | None:
