@@ -115,7 +115,7 @@ class SchedulerGuard:
 
     def _progress(self, request_id: str) -> tuple[str, int]:
         """Where a request stands on the connector's own account, and how much has happened to it."""
-        side = getattr(self, "side", None) or getattr(self, "_scheduler", None)
+        side = getattr(self, "_scheduler", None)
         entry = side._ledger.entry(request_id) if side is not None else None
         return (str(entry.phase), len(entry.story)) if entry is not None else ("", 0)
 
