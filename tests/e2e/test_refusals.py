@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     ("arguments", "named"),
     [
         (["--decode-dtype", "bfloat16"], ["P0", "D0", "float32", "bfloat16"]),
-        (["--prefill-args=--kv-cache-dtype fp8"], ["fp8"]),
+        (["--prefill-args=--kv-cache-dtype fp8"], ["P0", "D0", "fp8_e4m3", "float32"]),
     ],
 )
 def test_engines_that_cannot_exchange_kv_do_not_get_to_serve(

@@ -69,19 +69,20 @@ def test_blocks_are_written_when_whoever_had_them_before_has_come_to_an_end(devi
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float16", "bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize(
     ("backend", "heads", "head_size"),
     [("FLASH_ATTN", 2, 64), ("FLASHINFER", 2, 64), ("TRITON_ATTN", 2, 64), ("FLASH_ATTN_MLA", 1, 576)],
 )
 def test_the_codec_is_what_the_engines_own_kernel_writes(
-    backend: str, heads: int, head_size: int, dtype: str, *, native: bool
+    backend: str, heads: int, head_size: int, kv: str, *, native: bool
 ) -> None:
     pytest.importorskip("vllm")
-    from kvrelay.connector.codec import find_codec
-    from kvrelay.connector.compat import write_kernel
+    from kvrelay.connector.codec import FP8, PLAIN, find_codec
+    from kvrelay.connector.compat import FLOAT8, Types, write_kernel
 
-    codec = find_codec(backend, "", block_tokens=BLOCK, head_size=head_size, item_bytes=2)
-    kernel = write_kernel(backend, "", dtype, BLOCK)
-    sizes = {"heads": heads, "block_tokens": BLOCK, "head_size": head_size}
-    prove(codec, kernel, dtype=np.dtype("u2"), native=native, **sizes)
+    item_bytes, quantisation, model = (1, FP8, "bfloat16") if kv in FLOAT8 else (2, PLAIN, kv)
+    sizes = {"block_tokens": BLOCK, "head_size": head_size}
+    codec = find_codec(backend, "", item_bytes=item_bytes, quantisation=quantisation, **sizes)
+    kernel = write_kernel(backend, "", Types(model, kv), BLOCK)
+    prove(codec, kernel, heads=heads, dtype=np.dtype(f"u{item_bytes}"), native=native, **sizes)

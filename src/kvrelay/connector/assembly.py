@@ -14,7 +14,7 @@ import vllm.version
 from kvrelay.client.token import read_token
 from kvrelay.connector import compat
 from kvrelay.connector.adapters import Adapter, Adapters
-from kvrelay.connector.codec import Codec, find_codec
+from kvrelay.connector.codec import FP8, PLAIN, Codec, find_codec
 from kvrelay.connector.config import ConnectorConfig, parse_extra_config
 from kvrelay.connector.device import DeviceLayer, Mirrors
 from kvrelay.connector.embedded import EmbeddedPool, serve_arguments
@@ -104,7 +104,7 @@ def read_engine(vllm_config: VllmConfig, cache: KVCacheConfig) -> Engine:
     for table in model.groups.tables.tables:
         # What its layers really use is looked at when there are some; this much is known of the machine.
         group = model.groups.geometry.groups[table.group]
-        backend, isa = compat.expected_attention(device, model.groups.dtype, table.block_tokens, group)
+        backend, isa = compat.expected_attention(device, model.types, table.block_tokens, group)
         codecs[table.group] = _codec(backend, isa, table.block_tokens, group).name
     if config.packing == NATIVE:
         model = in_native_packing(model, [codecs[at] for at in sorted(codecs)], config.chunk_tokens)
@@ -139,7 +139,14 @@ def _refuse_windows_below(chunk_tokens: int, geometry: KvGeometry) -> None:
 
 
 def _codec(backend: str, isa: str, block_tokens: int, group: KvGroup) -> Codec:
-    return find_codec(backend, isa, block_tokens=block_tokens, head_size=group.head_size, item_bytes=group.item_bytes)
+    return find_codec(
+        backend,
+        isa,
+        block_tokens=block_tokens,
+        head_size=group.head_size,
+        item_bytes=group.item_bytes,
+        quantisation=FP8 if group.item_bytes == 1 else PLAIN,
+    )
 
 
 def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters) -> SchedulerSide:
@@ -203,7 +210,8 @@ def _weights(vllm_config: VllmConfig) -> str:
     cache = DigestCache(default_cache_file(os.environ))
     # The engine has read its weights by now. Where it has a process of its own, it has since that began.
     begun = kernel.began_at() if multiprocessing.parent_process() is not None else None
-    return weights_identity(compat.model_folder(vllm_config), cache, begun=begun)
+    folder = compat.model_folder(vllm_config)
+    return weights_identity(folder, cache, begun=begun, code=compat.trusts_code(vllm_config))
 
 
 def build_worker(
@@ -306,7 +314,7 @@ def _rank_kv(
                 raise ConfigError(
                     f"layers have codec {blocks.codec.name}, the namespace says {told[layer.group]}: a bug, report it"
                 )
-            _prove(blocks, compat.write_kernel(kind[1], kind[2], groups.dtype, blocks.kernel_tokens), group)
+            _prove(blocks, compat.write_kernel(kind[1], kind[2], model.types, blocks.kernel_tokens), group)
             log.info(
                 "kvrelay: codec %s proven for %s/%s, blocks of %d", blocks.codec.name, *kind[1:], table.block_tokens
             )

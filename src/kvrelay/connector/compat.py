@@ -7,7 +7,7 @@ import logging
 import re
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrelay.connector.adapters import Adapter
 from kvrelay.errors import ConfigError
@@ -81,6 +81,26 @@ def model_folder(config: VllmConfig) -> str:
         raise ConfigError(f"the weights of {model.model!r} cannot be identified ({error}): {mend}") from error
 
 
+READS_OTHER_FILES = ("pt", "npcache", "gguf", "mistral", "bitsandbytes")
+"""Load formats that may read other files of a folder than the usual ones, or read them otherwise."""
+
+
+def trusts_code(config: VllmConfig) -> bool:
+    """Whether the model is computed by code that came with it."""
+    model = config.model_config
+    return bool(model.trust_remote_code and getattr(model.hf_config, "auto_map", None))
+
+
+def code_of(config: VllmConfig) -> dict[str, Any]:
+    """What weights are read and computed with, as facts, where that is not the usual."""
+    model, load_format = config.model_config, config.load_config.load_format
+    return {
+        "code": f"its own, revision {model.code_revision}" if trusts_code(config) else "",
+        "model_class": model.model_class_overrides,
+        "load_format": load_format if load_format in READS_OTHER_FILES else "",
+    }
+
+
 def replica(config: VllmConfig) -> int | None:
     """This engine's number among the data-parallel replicas behind one address; ``None`` where there are none.
 
@@ -148,11 +168,23 @@ def embeddings(request: Request) -> Callable[[int], list[Extra]] | None:
     return digests
 
 
+LORA_OPTIONS = ("enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+"""Of vLLM's LoRA configuration: those that change what an adapter's files mean."""
+
+
 def adapter(asked: LoRARequest | None, config: VllmConfig) -> Adapter | None:
     """The LoRA adapter of a request, or that the engine is told to load."""
     if asked is None:
         return None
-    variant = f"{config.lora_config.lora_dtype}{'/3d' if asked.is_3d_lora_weight else ''}"
+    lora = config.lora_config
+    variant = "/".join(
+        (
+            str(lora.lora_dtype),
+            *(["3d"] if asked.is_3d_lora_weight else []),
+            *(name for name in LORA_OPTIONS if getattr(lora, name)),
+            *([f"only {','.join(sorted(lora.target_modules))}"] if lora.target_modules else []),
+        )
+    )
     return Adapter(asked.lora_name, asked.lora_int_id, asked.lora_path, variant, asked.load_inplace)
 
 
@@ -248,18 +280,65 @@ def attention_kind(config: VllmConfig, layer_name: str) -> tuple[str, str]:
     return backend, str(getattr(layer, "isa", ""))
 
 
-def cpu_isa(dtype: str, block_tokens: int, head_size: int) -> str:
+FLOAT8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Quantisations of KV to 8 bits with one scale a layer, and torch's names of what is stored."""
+
+
+class Types(NamedTuple):
+    """What an engine computes with, and what it keeps of it; names as of `kvrelay.connector.groups.kv_type`."""
+
+    model: str
+    kv: str
+
+    @property
+    def written(self) -> str:
+        """As vLLM's write kernels are told it."""
+        return self.kv if self.kv in FLOAT8 else "auto"
+
+    def given(self, tokens: np.ndarray[Any, Any]) -> torch.Tensor:
+        """KV items, as unsigned integers, as what the engine computed: exact, since every item is one of its own."""
+        import torch
+
+        items = torch.from_numpy(tokens).view(getattr(torch, FLOAT8.get(self.kv, self.kv)))
+        return items.to(getattr(torch, self.model)) if self.kv in FLOAT8 else items
+
+    def kept(self, pages: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Pages as the engine has them: items of 8 bits as bytes."""
+        import torch
+
+        return torch.from_numpy(pages).view(torch.uint8 if self.kv in FLOAT8 else getattr(torch, self.kv))
+
+
+def quantised_kv(config: VllmConfig) -> str:
+    """What vLLM calls the quantisation of this engine's KV, one name for each meaning of the bytes."""
+    name = str(config.cache_config.cache_dtype)
+    if name not in ("auto", "fp8", "fp8_e4m3"):  # "auto" where the checkpoint says so, which it does of no other
+        return name
+    if config.device_config.device_type == "cuda":
+        from vllm.platforms import current_platform
+
+        if current_platform.is_fp8_fnuz():
+            return "fp8_e4m3fnuz"
+    return "fp8_e4m3"
+
+
+def computes_kv_scales(config: VllmConfig) -> bool:
+    """Whether the engine takes its KV's scales from its first prompt. vLLM 0.32 cannot; others can be told to."""
+    return bool(getattr(config.cache_config, "calculate_kv_scales", False))
+
+
+def cpu_isa(types: Types, block_tokens: int, head_size: int) -> str:
     """The instruction set the CPU backend will choose on this machine."""
     import torch
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return str(_get_attn_isa(getattr(torch, dtype), block_tokens, head_size))
+    return str(_get_attn_isa(getattr(torch, types.model), block_tokens, head_size, types.written))
 
 
-def expected_attention(device: str, dtype: str, block_tokens: int, group: KvGroup) -> tuple[str, str]:
+def expected_attention(device: str, types: Types, block_tokens: int, group: KvGroup) -> tuple[str, str]:
     """The attention backend the platform will choose for a group, or one of the same codec, and its instruction set."""
     if device == "cpu":
-        return ("CPU_MLA", "") if group.planes == 1 else ("CPU_ATTN", cpu_isa(dtype, block_tokens, group.head_size))
+        return ("CPU_MLA", "") if group.planes == 1 else ("CPU_ATTN", cpu_isa(types, block_tokens, group.head_size))
     return ("FLASH_ATTN_MLA" if group.planes == 1 else "FLASH_ATTN"), ""
 
 
@@ -283,20 +362,21 @@ def kv_pages(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return pages
 
 
-def write_kernel(backend: str, isa: str, dtype: str, block_tokens: int) -> WriteKernel:
-    """VLLM's own cache-write kernel, as `kvrelay.connector.layout.prove` wants it."""
+def write_kernel(backend: str, isa: str, types: Types, block_tokens: int) -> WriteKernel:
+    """VLLM's own cache-write kernel, as `kvrelay.connector.layout.prove` wants it; scales are 1."""
     if backend in ("CPU_MLA", "AMX_MLA"):
-        return mla_write_kernel(dtype)
+        return mla_write_kernel(types)
     if backend == "CPU_ATTN":
-        return cpu_write_kernel(isa, dtype, block_tokens)
-    return cuda_latent_write_kernel(dtype) if backend.endswith("MLA") else cuda_write_kernel(backend, dtype)
+        return cpu_write_kernel(isa, types, block_tokens)
+    return cuda_latent_write_kernel(types) if backend.endswith("MLA") else cuda_write_kernel(backend, types)
 
 
-def cuda_write_kernel(backend: str, dtype: str) -> WriteKernel:
+def cuda_write_kernel(backend: str, types: Types) -> WriteKernel:
     """How backends that split a token's content into K and V write their cache: on the current CUDA device."""
     import torch
 
-    if backend == "TRITON_ATTN":
+    triton = backend == "TRITON_ATTN"
+    if triton:
         from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
             triton_reshape_and_cache_flash as reshape_and_cache,
         )
@@ -304,36 +384,38 @@ def cuda_write_kernel(backend: str, dtype: str) -> WriteKernel:
         from vllm._custom_ops import reshape_and_cache_flash as reshape_and_cache
 
     def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
-        kind = getattr(torch, dtype)
         size = tokens.shape[-1]
-        host = torch.from_numpy(pages).view(kind).view(*pages.shape[:2], -1, 2 * size)
+        host = types.kept(pages).view(*pages.shape[:2], -1, 2 * size)
         cache = host.cuda()
         keys, values = cache.transpose(1, 2).split(size, dim=-1)
-        given = torch.from_numpy(tokens).view(kind).cuda().transpose(0, 2)  # [token][plane][head][dim]
+        if triton and types.kv in FLOAT8:
+            keys, values = (part.view(getattr(torch, FLOAT8[types.kv])) for part in (keys, values))
+        given = types.given(tokens).cuda().transpose(0, 2)  # [token][plane][head][dim]
         scale = torch.ones((), device=cache.device)
         where = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
-        reshape_and_cache(given[:, 0].contiguous(), given[:, 1].contiguous(), keys, values, where, "auto", scale, scale)
+        reshape_and_cache(
+            given[:, 0].contiguous(), given[:, 1].contiguous(), keys, values, where, types.written, scale, scale
+        )
         host.copy_(cache)
 
     return write
 
 
-def cuda_latent_write_kernel(dtype: str) -> WriteKernel:
+def cuda_latent_write_kernel(types: Types) -> WriteKernel:
     """How backends of MLA write their cache: on the current CUDA device."""
     import torch
     from vllm._custom_ops import concat_and_cache_mla
 
     def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
-        kind = getattr(torch, dtype)
-        given = torch.from_numpy(tokens).view(kind)[0, 0].cuda()
+        given = types.given(tokens)[0, 0].cuda()
         size = given.shape[-1]
-        host = torch.from_numpy(pages).view(kind).view(pages.shape[0], -1, size)
+        host = types.kept(pages).view(pages.shape[0], -1, size)
         cache = host.cuda()
         latent = latent_items(size)
         where = torch.tensor(list(slots), dtype=torch.int64, device=cache.device)
         scale = torch.ones((), device=cache.device)
         concat_and_cache_mla(
-            given[:, :latent].contiguous(), given[:, latent:].contiguous(), cache, where, "auto", scale
+            given[:, :latent].contiguous(), given[:, latent:].contiguous(), cache, where, types.written, scale
         )
         host.copy_(cache)
 
@@ -345,16 +427,15 @@ def latent_items(size: int) -> int:
     return size * 8 // 9
 
 
-def mla_write_kernel(dtype: str) -> WriteKernel:
+def mla_write_kernel(types: Types) -> WriteKernel:
     """How the CPU's MLA backends write their cache."""
     import torch
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
     def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
-        kind = getattr(torch, dtype)
-        given = torch.from_numpy(tokens).view(kind)[0, 0]
+        given = types.given(tokens)[0, 0]
         size = given.shape[-1]
-        cache = torch.from_numpy(pages).view(kind).view(pages.shape[0], -1, size)
+        cache = types.kept(pages).view(pages.shape[0], -1, size)
         latent = latent_items(size)
         CPUMLAImpl.do_kv_cache_update(
             None,
@@ -362,24 +443,23 @@ def mla_write_kernel(dtype: str) -> WriteKernel:
             given[:, None, latent:],
             cache,
             torch.tensor(list(slots), dtype=torch.int64),
-            "auto",
+            types.written,
             None,
         )
 
     return write
 
 
-def cpu_write_kernel(isa: str, dtype: str, block_tokens: int) -> WriteKernel:
+def cpu_write_kernel(isa: str, types: Types, block_tokens: int) -> WriteKernel:
     """VLLM's own cache-write kernel, as `kvrelay.connector.layout.prove` wants it."""
     import torch
     from vllm import _custom_ops as ops
 
     def write(pages: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any], slots: Sequence[int]) -> None:
-        kind = getattr(torch, dtype)
         blocks, heads, items = pages.shape
-        cache = torch.from_numpy(pages).view(kind).view(blocks, heads, 2 * block_tokens, items // (2 * block_tokens))
+        cache = types.kept(pages).view(blocks, heads, 2 * block_tokens, items // (2 * block_tokens))
         keys, values = cache.chunk(2, dim=2)
-        given = torch.from_numpy(tokens).view(kind)
+        given = types.given(tokens)
         ops.cpu_attn_reshape_and_cache(
             given[:, 0].transpose(0, 1).contiguous(),
             given[:, 1].transpose(0, 1).contiguous(),
@@ -387,6 +467,7 @@ def cpu_write_kernel(isa: str, dtype: str, block_tokens: int) -> WriteKernel:
             values,
             torch.tensor(list(slots), dtype=torch.int64),
             isa,
+            kv_cache_dtype=types.written,
         )
 
     return write

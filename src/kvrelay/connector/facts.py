@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.connector import compat
 from kvrelay.connector.groups import ModelGroups, describe, dtype_name, group_refusals, read_groups
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "d
 ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
 """Position encodings that depend on max_model_len."""
 
-MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "video_pruning_rate")
+MEDIA_OPTIONS = (
+    "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "video_pruning_rate", "video_pruning_method",
+    "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+)  # fmt: skip
 """Of vLLM's multimodal configuration: those that change what a medium becomes."""
 
 
@@ -33,6 +37,11 @@ class ModelFacts:
     groups: ModelGroups
     facts: dict[str, str]
     """Of the namespace, weights and chunk size not included."""
+
+    @property
+    def types(self) -> compat.Types:
+        """Of what is computed and of what is kept."""
+        return compat.Types(self.facts["model_dtype"], self.groups.dtype)
 
 
 def refusals(config: VllmConfig, cache: KVCacheConfig, *, allow_untested_device: bool = False) -> list[str]:
@@ -56,6 +65,15 @@ def refusals(config: VllmConfig, cache: KVCacheConfig, *, allow_untested_device:
     refuse(
         parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "context parallelism is not supported: set decode- and prefill-context-parallel-size to 1",
+    )
+    refuse(
+        compat.computes_kv_scales(config),
+        "KV scales that the engine takes from its first prompt are known to no other: start without "
+        "--calculate-kv-scales, with scales in the checkpoint or with none",
+    )
+    refuse(
+        getattr(config, "diffusion_config", None) is not None,
+        "models that write by diffusion are not supported: their KV changes after it was first computed",
     )
     speculative = config.speculative_config
     refuse(
@@ -92,6 +110,9 @@ def _facts(config: VllmConfig, groups: ModelGroups) -> dict[str, str]:
     }
     if model.is_multimodal_model:
         facts["media"] = sha256(_canonical(_media(config)).encode()).hexdigest()
+    elif model.hf_config is not model.hf_text_config:  # what is said outside the language model's part, too
+        facts["whole_config"] = sha256(_canonical(_whole(config)).encode()).hexdigest()
+    facts |= {name: _canonical(value) for name, value in compat.code_of(config).items() if value}
     if any(kind in facts["rope"] for kind in ROPE_BY_LENGTH):
         facts["max_model_len"] = str(model.max_model_len)
     return facts
@@ -106,11 +127,12 @@ def _each(values: Iterable[int]) -> str:
 def _media(config: VllmConfig) -> dict[str, Any]:
     """What changes the KV of an image beside the image: the whole model's configuration, and how media are prepared."""
     media = config.model_config.multimodal_config
+    return {"model": _whole(config), "prepared": {name: getattr(media, name, None) for name in MEDIA_OPTIONS}}
+
+
+def _whole(config: VllmConfig) -> dict[str, Any]:
     whole = config.model_config.hf_config.to_dict()
-    return {
-        "model": {key: value for key, value in whole.items() if key not in VOLATILE},
-        "prepared": {name: getattr(media, name, None) for name in MEDIA_OPTIONS},
-    }
+    return {key: value for key, value in whole.items() if key not in VOLATILE}
 
 
 def _canonical(value: Any) -> str:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, **dict.fromkeys(compat.FLOAT8, 1)}
+"""Of the KV types that are supported."""
 FULL, WINDOW, LATENT = "full_attention", "sliding_window", "latent_attention"
 KINDS = {"FullAttentionSpec": FULL, "SlidingWindowSpec": WINDOW, "MLAAttentionSpec": LATENT}
 """Names of vLLM's specs that the connector supports."""
@@ -57,11 +58,17 @@ class ModelGroups:
     layers: tuple[LayerFacts, ...]
     """In the model's order."""
     dtype: str
+    """Of KV items: see `kv_type`."""
 
 
 def dtype_name(dtype: object) -> str:
     """Such as ``float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def kv_type(config: VllmConfig, spec: Any) -> str:
+    """What an item of a layer's KV is: such as ``float32``, or what vLLM calls a quantisation."""
+    return compat.quantised_kv(config) if getattr(spec, "kv_quant_mode", 0) else dtype_name(spec.dtype)
 
 
 def layer_index(name: str) -> int:
@@ -91,7 +98,7 @@ def group_refusals(config: VllmConfig, cache: KVCacheConfig) -> list[str]:
     if found:
         return list(found)
     shapes = {_shape(config, spec) for _, _, spec in _specs(cache)}
-    if len({item_bytes for *_, item_bytes in shapes}) > 1:
+    if len({kv_type(config, spec) for _, _, spec in _specs(cache)}) > 1:
         found["KV of different types in one model is not supported yet: set --kv-cache-dtype auto"] = None
     if len(shapes) > 1 and config.parallel_config.pipeline_parallel_size > 1:
         found[
@@ -113,10 +120,9 @@ def _spec_refusals(config: VllmConfig, spec: Any) -> Iterator[str]:
         )
     if getattr(spec, "attention_chunk_size", None) is not None:
         yield "chunked attention is not supported yet: use full, sliding-window or MLA attention"
-    if dtype_name(spec.dtype) not in ITEM_BYTES:
+    if (items := kv_type(config, spec)) not in ITEM_BYTES:
         yield (
-            f"KV cache dtype {config.cache_config.cache_dtype} is not supported: set --kv-cache-dtype auto, float16 or "
-            "bfloat16"
+            f"KV cache dtype {items} is not supported: set --kv-cache-dtype auto, float16, bfloat16, fp8 or fp8_e5m2"
         )
     if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None) is not None:
         yield "compressed MLA is not supported yet: use a model of DeepSeek's V2 or V3 architecture"
@@ -137,7 +143,7 @@ def _shape(config: VllmConfig, spec: Any) -> tuple[str, int, int, int, int, int]
     latent = kind == LATENT
     heads = 1 if latent else config.model_config.get_total_num_kv_heads()
     window = spec.sliding_window if kind == WINDOW else 0  # a full spec may name one: vLLM keeps all tokens then
-    return kind, window, heads, 1 if latent else 2, spec.head_size, ITEM_BYTES[dtype_name(spec.dtype)]
+    return kind, window, heads, 1 if latent else 2, spec.head_size, ITEM_BYTES[kv_type(config, spec)]
 
 
 def read_groups(config: VllmConfig, cache: KVCacheConfig) -> ModelGroups:
@@ -171,7 +177,7 @@ def read_groups(config: VllmConfig, cache: KVCacheConfig) -> ModelGroups:
         kinds=tuple(kind for kind, *_ in shapes),
         tables=_tables(cache, layers, groups),
         layers=layers,
-        dtype=dtype_name(specs[0][3].dtype),
+        dtype=kv_type(config, specs[0][3]),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError
-from kvrelay.identity.core.weights import WEIGHT_SUFFIXES, digest_of_files, hub_identity
+from kvrelay.identity.core.weights import CODE_SUFFIX, WEIGHT_SUFFIXES, digest_of_files, hub_identity
 from kvrelay.identity.digests import files_ending_in
 
 if TYPE_CHECKING:
@@ -23,10 +23,11 @@ CLOCKS_S = 0.1
 """How far the clocks by which files change and processes begin may be apart on one machine."""
 
 
-def weights_identity(model: str, cache: DigestCache, *, begun: float | None = None) -> str:
+def weights_identity(model: str, cache: DigestCache, *, begun: float | None = None, code: bool = False) -> str:
     """Identity of the weights ``model`` names: a folder, a weight file, or the snapshot folder of a hub model.
 
     ``begun``: when the process that has read them began, Unix seconds, if it has: it need not have read what is there.
+    ``code``: the folder's Python files count, too.
 
     Raises `ConfigError` when there is nothing to identify, or what is there came later; the mend of the first is the
     connector's ``weights_id``.
@@ -45,6 +46,8 @@ def weights_identity(model: str, cache: DigestCache, *, begun: float | None = No
         raise ConfigError(f"the weights of {model!r} cannot be identified: no such folder or file{mend}")
     if not files:
         raise ConfigError(f"the weights of {model!r} cannot be identified: no file ending in {WEIGHT_SUFFIXES}{mend}")
+    if code and path.is_dir():
+        files = files_ending_in(path, (*WEIGHT_SUFFIXES, CODE_SUFFIX))
     if begun is not None and (late := _changed_since(path, files, begun + CLOCKS_S)) is not None:
         raise ConfigError(
             f"{late} was changed while this engine was being started, so nobody knows which weights it has read: "

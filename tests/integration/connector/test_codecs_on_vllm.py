@@ -26,14 +26,14 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 )
 def test_a_codec_is_what_the_kernel_writes(isa: str, head_size: int, block_tokens: int, dtype: str) -> None:
     from kvrelay.connector.codec import find_codec
-    from kvrelay.connector.compat import cpu_write_kernel
+    from kvrelay.connector.compat import Types, cpu_write_kernel
     from kvrelay.connector.layout import prove
 
     item_bytes = DTYPES[dtype]
     codec = find_codec("CPU_ATTN", isa, block_tokens=block_tokens, head_size=head_size, item_bytes=item_bytes)
     prove(
         codec,
-        cpu_write_kernel(isa, dtype, block_tokens),
+        cpu_write_kernel(isa, Types(dtype, dtype), block_tokens),
         heads=3,
         block_tokens=block_tokens,
         head_size=head_size,
@@ -42,35 +42,24 @@ def test_a_codec_is_what_the_kernel_writes(isa: str, head_size: int, block_token
 
 
 @pytest.mark.parametrize("model_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("block_tokens", [32, 128])
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 def test_fp8_lies_as_its_codec_says(isa: str, block_tokens: int, kind: str, model_dtype: str) -> None:
     """The kernel quantises what is exact in 8 bits already, at scale 1, and so leaves it as it is."""
     import torch
 
-    from kvrelay.connector.codec import find_codec
+    from kvrelay.connector.codec import FP8, find_codec
+    from kvrelay.connector.compat import Types, cpu_write_kernel
     from kvrelay.connector.layout import prove
 
     if not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM stores no fp8 on this processor")
-    from vllm import _custom_ops as ops
-
-    def write(pages: Any, tokens: Any, slots: Any) -> None:
-        blocks, heads, items = pages.shape
-        cache = torch.from_numpy(pages).view(blocks, heads, 2 * block_tokens, items // (2 * block_tokens))
-        given = torch.from_numpy(tokens).view(getattr(torch, kind)).to(getattr(torch, model_dtype))
-        keys, values = (given[:, plane].transpose(0, 1).contiguous() for plane in range(2))
-        name = kind.removesuffix("fn").replace("float8", "fp8")
-        ops.cpu_attn_reshape_and_cache(
-            keys, values, *cache.chunk(2, dim=2), torch.tensor(slots), isa, k_scale=1.0, v_scale=1.0,
-            kv_cache_dtype=name,
-        )  # fmt: skip
-
     size = {"block_tokens": block_tokens, "head_size": 64}
-    codec = find_codec("CPU_ATTN", isa, item_bytes=1, quantisation="fp8_per_tensor", **size)
+    codec = find_codec("CPU_ATTN", isa, item_bytes=1, quantisation=FP8, **size)
+    kernel = cpu_write_kernel(isa, Types(model_dtype, kind), block_tokens)
     for native in (False, True):
-        prove(codec, write, heads=2, dtype=np.dtype("u1"), native=native, **size)
+        prove(codec, kernel, heads=2, dtype=np.dtype("u1"), native=native, **size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,9 +67,9 @@ def test_fp8_lies_as_its_codec_says(isa: str, block_tokens: int, kind: str, mode
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_whatever_this_machine_chooses_has_a_codec(head_size: int, block_tokens: int, dtype: str) -> None:
     from kvrelay.connector.codec import find_codec
-    from kvrelay.connector.compat import cpu_isa
+    from kvrelay.connector.compat import Types, cpu_isa
 
-    isa = cpu_isa(dtype, block_tokens, head_size)
+    isa = cpu_isa(Types(dtype, dtype), block_tokens, head_size)
     find_codec("CPU_ATTN", isa, block_tokens=block_tokens, head_size=head_size, item_bytes=DTYPES[dtype])
 
 
@@ -88,12 +77,12 @@ def test_whatever_this_machine_chooses_has_a_codec(head_size: int, block_tokens:
 @pytest.mark.parametrize("native", [False, True])
 def test_the_latents_codec_is_what_the_mla_backend_writes(dtype: str, native: bool) -> None:
     from kvrelay.connector.codec import find_codec
-    from kvrelay.connector.compat import write_kernel
+    from kvrelay.connector.compat import Types, write_kernel
     from kvrelay.connector.layout import prove
 
     sizes: dict[str, Any] = {"block_tokens": 16, "head_size": 576}
     codec = find_codec("CPU_MLA", "", item_bytes=DTYPES[dtype], **sizes)
-    kernel = write_kernel("CPU_MLA", "", dtype, 16)
+    kernel = write_kernel("CPU_MLA", "", Types(dtype, dtype), 16)
     prove(codec, kernel, heads=1, dtype=np.dtype(f"u{DTYPES[dtype]}"), native=native, **sizes)
 
 
@@ -134,10 +123,12 @@ class FullAttentionSpec(SimpleNamespace):
 
 def engine_of(**extra: object) -> tuple[Any, Any]:
     """Stand-ins for a plain engine's configuration, and its KV cache's."""
+    text = SimpleNamespace(to_dict=dict)
     model = SimpleNamespace(
         use_mla=False, is_hybrid=False, is_attention_free=False, is_multimodal_model=False, runner_type="generate",
         architectures=["LlamaForCausalLM"], dtype="torch.float32", quantization=None, quantization_config=None,
-        max_model_len=64, hf_text_config=SimpleNamespace(to_dict=dict), get_total_num_hidden_layers=lambda: 1,
+        max_model_len=64, hf_text_config=text, hf_config=text, trust_remote_code=False, model_class_overrides={},
+        get_total_num_hidden_layers=lambda: 1,
         get_total_num_kv_heads=lambda: 2,
     )  # fmt: skip
     parallel = SimpleNamespace(
@@ -151,7 +142,7 @@ def engine_of(**extra: object) -> tuple[Any, Any]:
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, kv_transfer_config=transfer, lora_config=None,
         speculative_config=None, device_config=SimpleNamespace(device_type="cpu"),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto"), load_config=SimpleNamespace(load_format="auto"),
     )  # fmt: skip
     spec = FullAttentionSpec(
         block_size=32, head_size=64, dtype="torch.float32", sliding_window=None, attention_chunk_size=None

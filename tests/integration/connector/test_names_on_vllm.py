@@ -104,6 +104,8 @@ def test_embeddings_are_told_by_their_content() -> None:
 
 
 def test_the_engine_says_which_adapters_it_loads_before_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.config import LoRAConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
 
@@ -117,13 +119,36 @@ def test_the_engine_says_which_adapters_it_loads_before_it_reads_them(monkeypatc
         return True
 
     monkeypatch.setattr(EngineCore, "add_lora", add_lora)
-    config: Any = SimpleNamespace(lora_config=SimpleNamespace(lora_dtype="torch.float32"))
+    config: Any = SimpleNamespace(lora_config=LoRAConfig(lora_dtype=torch.float32))
     compat.watch_adapters(config, order.append)
     asked = LoRARequest("sql", 3, "/adapters/sql", load_inplace=True)
     assert EngineCore.add_lora(object(), asked) is True
     assert order == [Adapter("sql", 3, "/adapters/sql", "torch.float32", in_place=True), "sql"]
     assert compat.adapter(request(lora_request=asked).lora_request, config) == order[0]
     assert compat.adapter(request().lora_request, config) is None
+
+
+def test_what_an_engine_makes_of_an_adapters_files_is_part_of_what_it_is_called() -> None:
+    import torch
+    from vllm.config import LoRAConfig
+    from vllm.lora.request import LoRARequest
+
+    from kvrelay.connector import compat
+
+    def variant(**options: Any) -> str:
+        config: Any = SimpleNamespace(lora_config=LoRAConfig(**{"lora_dtype": torch.float32, **options}))
+        made = compat.adapter(LoRARequest("sql", 3, "/adapters/sql"), config)
+        assert made is not None
+        return made.variant
+
+    others: list[dict[str, Any]] = [
+        {"lora_dtype": torch.bfloat16}, {"target_modules": ["o_proj"]}, {"target_modules": ["o_proj", "qkv_proj"]},
+        {"enable_tower_connector_lora": True}, {"enable_moe_shared_loras": True},
+        {"enable_mixed_moe_lora_format": True},
+    ]  # fmt: skip
+    assert len({variant(), *(variant(**options) for options in others)}) == 1 + len(others)
+    assert variant(target_modules=["a", "b"]) == variant(target_modules=["b", "a"])
+    assert variant(max_loras=4, max_lora_rank=64, fully_sharded_loras=True) == variant()
 
 
 def test_what_the_server_sends_the_engine_to_load_is_still_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

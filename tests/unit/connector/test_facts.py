@@ -74,10 +74,10 @@ def cache(*specs: Any, layers: list[str] | None = None) -> Any:
 def config(hf: dict[str, Any] | None = None, **changes: Any) -> Any:
     model: dict[str, Any] = {
         "use_mla": False, "is_hybrid": False, "is_attention_free": False, "is_multimodal_model": False,
-        "hf_config": None, "multimodal_config": None,
+        "multimodal_config": None, "model_class_overrides": {}, "trust_remote_code": False, "code_revision": None,
         "runner_type": "generate", "architectures": ["LlamaForCausalLM"], "dtype": "torch.float32",
         "quantization": None, "quantization_config": None, "max_model_len": 8192,
-        "hf_text_config": SimpleNamespace(to_dict=lambda: HF if hf is None else hf),
+        "hf_text_config": SimpleNamespace(to_dict=lambda: HF if hf is None else hf), "hf_config": None,
         "get_total_num_hidden_layers": lambda: 12, "get_total_num_kv_heads": lambda: 4,
     }  # fmt: skip
     parallel: dict[str, Any] = {
@@ -86,12 +86,18 @@ def config(hf: dict[str, Any] | None = None, **changes: Any) -> Any:
     }  # fmt: skip
     for name, value in changes.items():
         (model if name in model else parallel)[name] = value
+    model["hf_config"] = model["hf_config"] or model["hf_text_config"]
     return SimpleNamespace(
         model_config=SimpleNamespace(**model),
         parallel_config=SimpleNamespace(**parallel),
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
-        cache_config=SimpleNamespace(cache_dtype=changes.get("kv_cache_dtype", "auto")),
+        cache_config=SimpleNamespace(
+            cache_dtype=changes.get("kv_cache_dtype", "auto"),
+            calculate_kv_scales=changes.get("calculate_kv_scales", False),
+        ),
         compilation_config=SimpleNamespace(is_custom_op_enabled=changes.get("kernels", ()).__contains__),
+        load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
+        diffusion_config=changes.get("diffusion_config"),
         lora_config=changes.get("lora_config"),
         speculative_config=changes.get("speculative_config"),
     )
@@ -116,6 +122,8 @@ def test_a_dense_model_is_not_refused() -> None:
         ({"device": "xpu"}, "KV cache on xpu is not supported: run this engine on a CPU or CUDA"),
         ({"device": "cuda"}, "run tests/gpu on this machine, and then set allow_untested_device to true"),
         ({"use_ubatching": True}, "start without --enable-dbo"),
+        ({"diffusion_config": SimpleNamespace(canvas_length=64)}, "models that write by diffusion"),
+        ({"calculate_kv_scales": True}, "start without --calculate-kv-scales"),
     ],
 )
 def test_an_unsupported_engine_is_told_in_one_line_what_to_change(changes: dict[str, Any], told: str) -> None:
@@ -136,13 +144,42 @@ def test_an_unsupported_engine_is_told_in_one_line_what_to_change(changes: dict[
         ((window(64, extra_retained_tokens=2),), "beyond the window"),
         ((spec(num_kv_heads=2),), "layers of 2 KV heads in a model of 4"),
         ((spec(), spec(dtype="torch.bfloat16")), "different types in one model"),
-        ((spec(dtype="torch.float8_e4m3fn"),), "KV cache dtype fp8 is not supported: set --kv-cache-dtype"),
+        ((spec(dtype="torch.float8_e4m3fn"),), "KV cache dtype float8_e4m3fn is not supported: set --kv-cache-dtype"),
         ((spec(head_size_v=64),), "different head sizes"),
     ],
 )
 def test_an_unsupported_kv_cache_is_told_in_one_line(group: tuple[Any, ...], told: str) -> None:
     (line,) = refusals(config(kv_cache_dtype="fp8"), cache(*group))
     assert told in line
+
+
+FP8 = {"kv_quant_mode": 1, "dtype": "torch.uint8"}
+
+
+def test_kv_of_8_bits_is_named_by_what_its_bytes_mean() -> None:
+    """vLLM keeps both kinds as bytes, and calls one of them by two names."""
+
+    def told(name: str) -> str:
+        engine = config(kv_cache_dtype=name)
+        assert refusals(engine, cache(spec(**FP8))) == []
+        model = read_model(engine, cache(spec(**FP8)))
+        assert model.groups.geometry.groups[0].item_bytes == 1
+        assert model.types == compat.Types("float32", model.facts["kv_dtype"])
+        return model.facts["kv_dtype"]
+
+    assert [told(name) for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")] == ["fp8_e4m3"] * 3 + ["fp8_e5m2"]
+    assert facts()["kv_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("name", ["fp8_inc", "int8_per_token_head", "nvfp4", "fp8_ds_mla"])
+def test_quantisations_whose_bytes_are_not_known_are_refused_by_name(name: str) -> None:
+    (line,) = refusals(config(kv_cache_dtype=name), cache(spec(**FP8)))
+    assert line.startswith(f"KV cache dtype {name} is not supported")
+
+
+def test_layers_left_out_of_the_quantisation_are_refused() -> None:
+    (line,) = refusals(config(kv_cache_dtype="fp8"), mixed((spec(**FP8), [0, 1]), (spec(), [2])))
+    assert "different types in one model" in line
 
 
 def test_mla_is_refused_where_vllms_kernel_would_rotate_it_wrongly() -> None:
@@ -173,6 +210,10 @@ def test_the_geometry_is_the_whole_models() -> None:
         {"hf": {**HF, "rope_theta": 500000.0}},
         {"hf": {**HF, "rope_parameters": {"rope_type": "yarn"}}},
         {"hf": {**HF, "rms_norm_eps": 1e-6}},
+        {"hf_config": SimpleNamespace(to_dict=lambda: {"text_config": HF, "quantization_config": {"bits": 4}})},
+        {"model_class_overrides": {"LlamaForCausalLM": "elsewhere:Llama"}},
+        {"load_format": "mistral"},
+        {"trust_remote_code": True, "hf_config": SimpleNamespace(auto_map={"AutoModel": "m.M"}, to_dict=lambda: HF)},
     ],
 )
 def test_what_changes_the_bytes_changes_the_facts(changes: dict[str, Any]) -> None:
@@ -184,6 +225,8 @@ def test_what_changes_the_bytes_changes_the_facts(changes: dict[str, Any]) -> No
     [
         {"tensor_parallel_size": 2},
         {"max_model_len": 4096},
+        {"load_format": "safetensors"},
+        {"trust_remote_code": True},
         {"hf": {**HF, "transformers_version": "5.0", "_name_or_path": "elsewhere", "use_cache": False}},
     ],
 )
@@ -192,13 +235,14 @@ def test_what_does_not_change_the_bytes_does_not_change_the_facts(changes: dict[
 
 
 def test_what_becomes_of_an_image_is_a_fact_of_models_that_see() -> None:
-    def media(patch: int, pixels: int) -> str:
+    def media(patch: int, pixels: int, **more: str) -> str:
         whole = SimpleNamespace(to_dict=lambda: {"vision_config": {"patch_size": patch}})
-        how = SimpleNamespace(mm_processor_kwargs={"min_pixels": pixels})
+        how = SimpleNamespace(mm_processor_kwargs={"min_pixels": pixels}, **more)
         return facts(is_multimodal_model=True, hf_config=whole, multimodal_config=how)["media"]
 
     assert media(14, 64) == media(14, 64)
-    assert len({media(14, 64), media(16, 64), media(14, 65)}) == 3
+    others = [media(16, 64), media(14, 65), media(14, 64, mm_encoder_attn_dtype="fp8")]
+    assert len({media(14, 64), *others}) == 4
     assert "media" not in facts()
 
 

@@ -226,3 +226,16 @@ def until_files_are_written_after(moment: float, probe: Path) -> None:
     """Their clock is that of the kernel's ticks."""
     while not probe.exists() or probe.stat().st_ctime <= moment:
         probe.write_text("")
+
+
+def test_the_code_a_model_brings_counts_where_it_is_used(model: Path, cache_file: Path) -> None:
+    def digest(*, code: bool) -> str:
+        return weights_identity(str(model), DigestCache(cache_file, now=lambda: LATER), code=code)
+
+    plain = digest(code=False)
+    assert digest(code=True) == plain
+    (model / "modeling.py").write_text("KV = 1")
+    one = digest(code=True)
+    (model / "modeling.py").write_text("KV = 2")
+    assert len({plain, one, digest(code=True)}) == 3
+    assert digest(code=False) == plain

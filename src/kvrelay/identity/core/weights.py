@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json", ".bin.index.json")
+CODE_SUFFIX = ".py"
+"""Of a model that brings the code it is computed with."""
 ADAPTER_SUFFIXES = (*WEIGHT_SUFFIXES, ".tensors", "adapter_config.json")
 """Rank, scaling and target modules are in an adapter's configuration: they are weights, too."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
