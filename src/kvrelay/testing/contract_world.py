@@ -55,7 +55,14 @@ class Shape:
     load_s: float = 5.0
     lookup_s: float = 0.5
     sync_s: float = 1.0
+    sync_loads: bool = True
+    """Where the engine can take them; else every load is asynchronous."""
     model: TrueModel = DENSE
+
+    @property
+    def takes_sync_loads(self) -> bool:
+        """Whether a step's reports are there before the next is scheduled, and it loads synchronously then."""
+        return self.sync_loads and self.pp == 1 and self.settings.in_flight == 1 and not self.settings.placeholders
 
     @classmethod
     def drawn(cls, rng: random.Random, model: TrueModel = DENSE) -> Shape:
@@ -94,7 +101,7 @@ class ContractEngine:
         self.side = SchedulerSide(
             config, facts=FACTS, geometry=shape.model.geometry, tables=shape.model.tables, ranks=ranks,
             saves=shape.saves, loads=shape.loads, role="kv_both", counters=self.counters,
-            sync_loads=shape.pp == 1 and shape.settings.in_flight == 1 and not shape.settings.placeholders,
+            sync_loads=shape.takes_sync_loads,
             make_link=lambda greet: PoolLink(address, name=name, token=None, map_arena=False, greet=greet),
         )  # fmt: skip
         self.side.start()

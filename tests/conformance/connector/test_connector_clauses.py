@@ -227,12 +227,13 @@ def test_the_last_token_of_a_whole_prompt_is_computed_again(make_engine: Make) -
 
 def test_a_load_ends_in_steps_that_compute_nothing(make_engine: Make) -> None:
     serve(make_engine(), "a", PROMPT)
-    engine = make_engine()
+    engine = make_engine(sync_loads=False)
     engine.add("b", PROMPT, 2)
-    if ordered_to_load(engine):
-        assert not engine.last.rows
-        until(engine, lambda: not engine.connector.loading)
+    assert ordered_to_load(engine)
+    assert not engine.last.rows
+    until(engine, lambda: not engine.connector.loading)
     until_idle(engine)
+    assert loaded(engine) in WHOLE
 
 
 @pytest.mark.parametrize("lost", [0, 2, 5])
@@ -258,8 +259,7 @@ def test_a_load_goes_on_when_every_rank_has_ended_it(make_engine: Make) -> None:
     serve(make_engine(), "a", PROMPT)
     engine = make_engine(tp=2, settings=Settings(in_flight=2))
     engine.add("b", PROMPT, 2)
-    if not ordered_to_load(engine):
-        return
+    assert ordered_to_load(engine)
     engine.execute(0)
     settle_until(lambda: not engine.ranks[0].side._ledger.loading)
     engine.schedule()
@@ -332,9 +332,9 @@ def test_orders_are_small(make_engine: Make) -> None:
 def test_a_report_without_metadata_ends_what_it_names(pool: PoolThread, make_engine: Make) -> None:
     """What ended is known by its name alone; only figures are lost."""
     serve(make_engine(), "a", PROMPT)
-    engine = make_engine()
+    engine = make_engine(sync_loads=False)
     engine.add("b", PROMPT, 2)
-    ordered_to_load(engine)
+    assert ordered_to_load(engine)
     for worker in engine.workers:
         worker.connector.build_connector_worker_meta = lambda: None
     until(engine, lambda: not engine.connector.loading)
@@ -447,7 +447,7 @@ POINTS = ["before its lookup", "looking", "claimable", "loading", "prefilling", 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_abort_at_any_point_leaves_nothing(pool: PoolThread, make_engine: Make, point: str) -> None:
     serve(make_engine(), "a", PROMPT)
-    engine = make_engine(lookup_s=10.0 if point == "looking" else 0.05, tp=2)
+    engine = make_engine(lookup_s=10.0 if point == "looking" else 0.5, tp=2, sync_loads=point != "loading")
     fresh = [*PROMPT[:30], *range(900, 990)]
     if point in ("before its lookup", "looking"):
         with silent(pool):
@@ -467,7 +467,7 @@ def test_an_abort_at_any_point_leaves_nothing(pool: PoolThread, make_engine: Mak
         if point == "claimable":
             assert settled(engine, request)[0]
         elif point == "loading":
-            ordered_to_load(engine)
+            assert ordered_to_load(engine)
         elif point == "prefilling":
             until(engine, lambda: request.num_computed_tokens > 30 and "b" not in engine.connector.loading)
         else:
@@ -543,11 +543,11 @@ def test_shutting_down_twice_leaves_no_thread_descriptor_or_lease(
 
 def test_a_reset_waits_for_loads_and_parts_with_everything_known(make_engine: Make) -> None:
     serve(make_engine(), "a", PROMPT)
-    engine = make_engine()
+    engine = make_engine(sync_loads=False)
     engine.add("b", PROMPT, 2)
-    if ordered_to_load(engine):
-        assert engine.side.reset() is False
-        until_idle(engine)
+    assert ordered_to_load(engine)
+    assert engine.side.reset() is False
+    until_idle(engine)
     assert engine.scheduler.reset_prefix_cache(connector=True)
     engine.counters.take()
     serve(engine, "c", PROMPT)
