@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 WINDOW, CHUNK, STEP = 96, 64, 256
 BUILDERS = {"gemma": build_tiny_gemma, "mistral": build_tiny_mistral, "deepseek": build_tiny_deepseek}
 FLAGS = {"deepseek": [f"--engine-args={WITHOUT_ROTARY_KERNEL}"]}
+COMPILED = ["--no-prefill-enforce-eager", "--no-decode-enforce-eager"]
+"""Stages of a pipeline need it on CPUs, with or without a connector."""
 LENGTHS = [
     1, 2, 31, 32, 33, CHUNK, CHUNK + 1, WINDOW - 1, WINDOW, WINDOW + 1, 127, 128, 129, WINDOW + CHUNK, 191, 193,
     STEP - 1, STEP, STEP + 1, 300, 3 * CHUNK + WINDOW, 2 * STEP, 2 * STEP + 1, 700, 4 * STEP + 1, 1500, 2032,
@@ -35,6 +37,7 @@ begins at a block's last token or first."""
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "ours"),
     [
@@ -42,6 +45,14 @@ begins at a block's last token or first."""
         pytest.param("mistral", [], id="mistral"),
         pytest.param("deepseek", ["--prefill-tensor-parallel-size", "2"], id="deepseek-tp2-tp1"),
         pytest.param("deepseek", ["--decode-tensor-parallel-size", "2"], id="deepseek-tp1-tp2"),
+        pytest.param("deepseek", COMPILED, id="deepseek-compiled"),
+        pytest.param("deepseek", ["--prefill-pipeline-parallel-size", "2", *COMPILED], id="deepseek-pp2-pp1"),
+        pytest.param("deepseek", ["--decode-pipeline-parallel-size", "2", *COMPILED], id="deepseek-pp1-pp2"),
+        pytest.param(
+            "deepseek",
+            ["--prefill-data-parallel-size", "2", "--decode-data-parallel-size", "2"],
+            id="deepseek-dp2-dp2",
+        ),
     ],
 )
 def test_a_prompt_of_any_length_is_handed_over_whole(
