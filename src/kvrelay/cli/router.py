@@ -54,7 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serve.add_argument(
         "--pool",
         metavar="ADDRESS",
-        help="the kvrelay pool, unix:PATH, tcp:HOST:PORT or tls:HOST:PORT?ca=FILE, for tickets and proofs",
+        help="the kvrelay pool, unix:PATH, tcp:HOST:PORT or tls:HOST:PORT?ca=FILE, for tickets and proofs; "
+        "those of several prefill engines, joined by commas",
     )
     serve.add_argument("--pool-token-file", metavar="FILE", help="file with the pool's token (or KVRELAY_POOL_TOKEN)")
     serve.add_argument(

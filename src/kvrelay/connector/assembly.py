@@ -27,6 +27,7 @@ from kvrelay.connector.packing import NATIVE, NATIVE_FORMAT, in_native_packing
 from kvrelay.connector.rank_kv import RankKv, RankLayer
 from kvrelay.connector.saver import Saver
 from kvrelay.connector.scheduler_side import SchedulerSide
+from kvrelay.connector.several import SeveralSchedulers, SeveralWorkers
 from kvrelay.connector.staging import Staging
 from kvrelay.connector.worker_side import WorkerSide
 from kvrelay.errors import ConfigError
@@ -65,6 +66,23 @@ class Engine:
     ranks: int
     group: str
     """Under which this engine's ranks write together: another engine, or this one restarted, is another group."""
+
+    def by_pool(self) -> dict[str, Engine]:
+        """This engine with each of its pools, by the prefill engines' names; "" if it has one pool of nobody's.
+
+        What is bounded for an engine as a whole is shared out.
+        """
+        pools = self.config.pools
+        if not pools:
+            return {"": self}
+        config = replace(
+            self.config,
+            pools=None,
+            staging_mib=self.config.staging_mib // len(pools),
+            max_early_loads=-(-self.config.max_early_loads // len(pools)),
+            sync_load_bytes=self.config.sync_load_bytes // len(pools),
+        )
+        return {name: replace(self, config=replace(config, pool=address)) for name, address in pools.items()}
 
     def link(self, name: str, *, map_arena: bool, greet: Callable[[PoolClient], None] = lambda _: None) -> PoolLink:
         """A connection for one thread."""
@@ -149,7 +167,7 @@ def _codec(backend: str, isa: str, block_tokens: int, group: KvGroup) -> Codec:
     )
 
 
-def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters) -> SchedulerSide:
+def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters) -> SchedulerSide | SeveralSchedulers:
     """The scheduler's side, connected; raises `ConfigError` if the weights have no identity or the pool refuses us."""
     config = engine.config
     facts = {
@@ -161,26 +179,31 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
     if embedded is not None:
         embedded.start()
     lora = vllm_config.lora_config is not None
-    adapters = Adapters(DigestCache(default_cache_file(os.environ)), compat.adapter_folder) if lora else None
-    side = SchedulerSide(
-        config,
-        facts=facts,
-        geometry=engine.model.groups.geometry,
-        tables=engine.model.groups.tables,
-        ranks=engine.ranks,
-        saves=engine.saves,
-        loads=engine.loads,
-        role=engine.role,
-        counters=counters,
-        make_link=lambda greet: engine.link("scheduler", map_arena=False, greet=greet),
-        on_close=embedded.close if embedded is not None else lambda: None,
-        adapters=adapters,
-        sync_loads=takes_sync_loads(vllm_config),
-    )
-    if adapters is not None:
-        _watch(vllm_config, adapters, side)
+
+    def make(engine: Engine) -> SchedulerSide:
+        return SchedulerSide(
+            engine.config,
+            facts=facts,
+            geometry=engine.model.groups.geometry,
+            tables=engine.model.groups.tables,
+            ranks=engine.ranks,
+            saves=engine.saves,
+            loads=engine.loads,
+            role=engine.role,
+            counters=counters,
+            make_link=lambda greet: engine.link("scheduler", map_arena=False, greet=greet),
+            on_close=embedded.close if embedded is not None else lambda: None,
+            adapters=Adapters(DigestCache(default_cache_file(os.environ)), compat.adapter_folder) if lora else None,
+            sync_loads=takes_sync_loads(vllm_config),
+        )
+
+    parts = engine.by_pool()
+    sides = {name: make(part) for name, part in parts.items()}
+    side = SeveralSchedulers(sides) if config.pools else sides[""]
+    if lora:
+        _watch(vllm_config, side)
     side.start()
-    log.info("kvrelay: engine %s, %s, namespace %s", config.engine, engine.role, side.namespace[:16])
+    log.info("kvrelay: engine %s, %s, namespace %s", config.engine, engine.role, side.sides[0].namespace[:16])
     return side
 
 
@@ -196,12 +219,12 @@ def takes_sync_loads(vllm_config: VllmConfig) -> bool:
     )
 
 
-def _watch(vllm_config: VllmConfig, adapters: Adapters, side: SchedulerSide) -> None:
+def _watch(vllm_config: VllmConfig, side: SchedulerSide | SeveralSchedulers) -> None:
     """See which files the engine reads, when it reads them."""
 
     def loading(adapter: Adapter) -> None:
-        if adapters.loading(adapter):
-            side.adapter_spoiled(adapter.number)
+        for one in side.sides:
+            one.adapter_loading(adapter)
 
     compat.watch_adapters(vllm_config, loading)
 
@@ -216,11 +239,18 @@ def _weights(vllm_config: VllmConfig) -> str:
 
 def build_worker(
     vllm_config: VllmConfig, engine: Engine, kv_caches: dict[str, torch.Tensor], counters: Counters
-) -> WorkerSide:
+) -> WorkerSide | SeveralWorkers:
     """One rank's side, its threads running; raises `ConfigError` when its KV cache has no proven codec."""
-    config, model = engine.config, engine.model
     copies = _copies(kv_caches)
-    kv = _rank_kv(vllm_config, model, kv_caches, copies)
+    kv = _rank_kv(vllm_config, engine.model, kv_caches, copies)
+    sides = [_worker_side(vllm_config, part, kv, copies, counters) for part in engine.by_pool().values()]
+    return SeveralWorkers(sides) if engine.config.pools else sides[0]
+
+
+def _worker_side(
+    vllm_config: VllmConfig, engine: Engine, kv: RankKv, copies: CudaCopies | None, counters: Counters
+) -> WorkerSide:
+    config, model = engine.config, engine.model
     side = WorkerSide(
         layers=len(kv.layers),
         tables=model.groups.tables,

@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvrelay.connector.adapters import Adapter
-    from kvrelay.connector.core.orders import RankReport, StepOrders
     from kvrelay.connector.core.rank import Results
     from kvrelay.connector.scheduler_side import SchedulerSide
+    from kvrelay.connector.several import SeveralSchedulers, SeveralWorkers
     from kvrelay.connector.worker_side import WorkerSide
 
 
 class SchedulerCalls:
     """The scheduler's half."""
 
-    _scheduler: SchedulerSide
-    _metadata: Callable[[StepOrders], Any]
+    _scheduler: SchedulerSide | SeveralSchedulers
+    _metadata: Callable[[Any], Any]
     """The type in which a step's orders go to the workers, as ``orders``."""
 
     def _adapter(self, request: Any) -> Adapter | None:  # noqa: ARG002
@@ -85,11 +85,11 @@ class SchedulerCalls:
 class WorkerCalls:
     """A rank's half."""
 
-    _worker: WorkerSide
+    _worker: WorkerSide | SeveralWorkers
     _layer_of: dict[str, int]
     """The rank's layers by name, from 0."""
     _results: Results | None = None
-    _report: Callable[[RankReport], Any]
+    _report: Callable[[Any], Any]
     """The type in which a report goes to the scheduler, as ``report``."""
     _transfers: Callable[[set[str], set[str], set[str]], Any]
     """The type of what a step's reports name: saves and loads that ended, and loads of which nothing counts."""

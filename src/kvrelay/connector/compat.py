@@ -239,11 +239,11 @@ def block_tables(output: SchedulerOutput, request_id: str) -> Sequence[Sequence[
     return output.kv_connector_block_state.get_block_ids(request_id)  # type: ignore[no-any-return]
 
 
-def bind_holds(holds: Holds, pool: BlockPool) -> None:
-    """Let blocks be held by reference in the engine's block pool."""
+def bind_holds(holds: Holds, pool: BlockPool, *, share: int = 1) -> None:
+    """Let blocks be held by reference in the engine's block pool, of which these holds have one ``share``th."""
     blocks = pool.blocks
     holds.bind(
-        blocks=len(blocks),
+        blocks=len(blocks) // share,
         touch=lambda ids: pool.touch([blocks[block] for block in ids]),
         free=lambda ids: pool.free_blocks([blocks[block] for block in ids]),
     )

@@ -40,9 +40,11 @@ class ConnectorConfig:
     """Effective values. Times in seconds."""
 
     pool: str
-    """Address of the pool: ``unix:PATH``, ``tcp:HOST:PORT`` or ``tls:HOST:PORT?ca=FILE``."""
+    """Address of the pool: ``unix:PATH``, ``tcp:HOST:PORT`` or ``tls:HOST:PORT?ca=FILE``. The first of ``pools``."""
     engine: str
     """This engine's name: unique among those that use the pool."""
+    pools: dict[str, str] | None = None
+    """Instead of ``pool``: addresses of the pools of several prefill engines, by the router's names for these."""
     chunk_tokens: int = 64
     """Tokens in one pool object. Engines exchange KV only if they agree on it."""
     packing: str = CANONICAL
@@ -91,16 +93,23 @@ class ConnectorConfig:
     """Accept an engine on CUDA, where this connector was not tested."""
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "int": int, "float": (int, float), "bool": bool, "dict[str, str] | None": dict,
+}  # fmt: skip
 
 
 def parse_extra_config(extra: Mapping[str, Any], default_engine: str) -> ConnectorConfig:
     """Check ``kv_connector_extra_config``; raises `ConfigError` with every problem found."""
     known = {field.name: str(field.type) for field in fields(ConnectorConfig)}
     problems = [_unknown(name, known) for name in sorted(extra.keys() - known.keys())]
-    if "pool" not in extra:
+    pools = extra.get("pools")
+    if "pool" not in extra and not pools:
         problems.append("pool is missing: set it to the pool's address, unix:PATH, tcp:HOST:PORT or tls:HOST:PORT")
     values: dict[str, Any] = {"engine": default_engine}
+    if isinstance(pools, dict) and pools:
+        values["pool"] = next(iter(pools.values()))
+        if also := sorted({"pool", "embedded_pool"} & extra.keys()):
+            problems.append(f"pools is set and so is {' and '.join(also)}: an engine has one pool or several")
     for name, value in extra.items():
         if name not in known or (value is None and "None" in known[name]):
             continue
@@ -138,12 +147,20 @@ def _contradictions(config: ConnectorConfig) -> list[str]:
     return []
 
 
+def _bad_address(address: str) -> list[str]:
+    try:
+        parse_address(address)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
 def _out_of_range(name: str, value: Any) -> list[str]:
     if name == "pool":
-        try:
-            parse_address(value)
-        except ConfigError as error:
-            return list(error.problems)
+        return _bad_address(value)
+    if name == "pools":
+        wrong = [f"pools: the address of {engine} is {at!r}" for engine, at in value.items() if not isinstance(at, str)]
+        return wrong or [f"pools: {engine}: {bad}" for engine, at in value.items() for bad in _bad_address(at)]
     if name == "embedded_pool":
         try:
             parse_size(value)

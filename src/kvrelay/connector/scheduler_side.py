@@ -109,6 +109,7 @@ class SchedulerSide:
         next. ``evict``: takes away what blocks are called in the engine's prefix cache.
         """
         self._on_close = on_close
+        self._adapters = adapters
         self._config = config
         self._geometry = geometry
         self._tables = tables
@@ -164,6 +165,20 @@ class SchedulerSide:
         if self._ledger.loads and not self._tables.divisible:
             log.info(UNSTAGED, self._config.engine)
         self._link.connect()
+
+    @property
+    def sides(self) -> tuple[SchedulerSide, ...]:
+        """Of an engine with one pool: this one."""
+        return (self,)
+
+    @property
+    def connected(self) -> bool:
+        """Whether its pool is there."""
+        return self._link.client() is not None
+
+    def must_wait(self, local: int) -> bool:
+        """Whether a request with so many tokens in the prefix cache may share blocks this step is about to load."""
+        return self._ledger.must_wait(local)
 
     def _register(self, client: PoolClient) -> None:
         self._near = client.welcome.shm
@@ -251,6 +266,11 @@ class SchedulerSide:
         else:
             self._unnamed(entry, answer)
         return True
+
+    def adapter_loading(self, adapter: Adapter) -> None:
+        """The engine is about to read an adapter's files."""
+        if self._adapters is not None and self._adapters.loading(adapter):
+            self.adapter_spoiled(adapter.number)
 
     def adapter_spoiled(self, number: int) -> None:
         """The engine has other weights under an adapter's number: what runs with it has no name any more."""

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvrelay.connector.adapters import Adapter
-    from kvrelay.connector.core.orders import RankReport, StepOrders
+    from kvrelay.connector.core.orders import StepOrders
+    from kvrelay.connector.several import SeveralOrders
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,15 @@ log = logging.getLogger(__name__)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers."""
 
-    orders: StepOrders
+    orders: StepOrders | SeveralOrders
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler."""
 
-    report: RankReport
+    report: Any
+    """A `RankReport`, or `SeveralReports`."""
 
     def aggregate(self, other: ReportMetadata) -> ReportMetadata:
         """Both ranks' reports."""
@@ -87,12 +89,14 @@ class KvRelayConnector(SchedulerCalls, WorkerCalls, KVConnectorBase_V1, Supports
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Blocks under a save are held by reference; those a failed load left empty lose their names in the cache."""
-        self._scheduler.evict = gpu_block_pool.evict_blocks
-        compat.bind_holds(self._scheduler.holds, gpu_block_pool)
+        sides = self._scheduler.sides
+        for side in sides:
+            side.evict = gpu_block_pool.evict_blocks
+            compat.bind_holds(side.holds, gpu_block_pool, share=len(sides))
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks held for saves will be free in a moment."""
-        return self._scheduler.holds.worth_waiting
+        return any(side.holds.worth_waiting for side in self._scheduler.sides)
 
     # --- worker ---
 

@@ -172,7 +172,8 @@ class Stack:
             "launcher": os.getpid(),
             "ready": self._ready,
             "endpoint": self.plan.endpoint,
-            "pool": self.plan.pool_address,
+            "pool": next(iter(self.plan.pools.values()), None),
+            "pools": dict(self.plan.pools),
             "model": self.plan.model_name,
             "processes": {
                 name: {

@@ -15,6 +15,7 @@ from kvrelay.client.token import read_token
 from kvrelay.errors import ConfigError
 from kvrelay.launch import host
 from kvrelay.launch.core.engine import DEFAULT_CPU_KV_BYTES, ranks_of, replicas_of, stages_of
+from kvrelay.profiles.base import Pool
 from kvrelay.router.tracing import tracing_problem
 from kvrelay.sizes import format_size
 
@@ -142,7 +143,10 @@ def _is_eager(role: RoleSettings) -> bool:
 
 
 def _check_memory(settings: UpSettings, *, cpu: bool) -> Iterator[str]:
-    parts = {"pool": settings.pool.size} if settings.profile and settings.profile.uses_pool else {}
+    parts: dict[str, int] = {}
+    if settings.profile and settings.profile.uses_pool:
+        pools = settings.prefill.count if settings.profile.pool is Pool.EMBEDDED else 1
+        parts["pool" if pools == 1 else f"{pools} pools"] = pools * settings.pool.size
     if cpu:
         for name in ("prefill", "decode"):
             role = settings.role(name)

@@ -75,7 +75,7 @@ class Service:
         deadline = time.monotonic() + self._settings.ready_timeout_s
         for stage in sorted({spec.stage for spec in self._stack.plan.processes}):
             await self._stack.start_stage(stage, deadline)
-            if stage == ENGINE_STAGE and self._stack.plan.pool_address:
+            if stage == ENGINE_STAGE and self._stack.plan.pools:
                 token_file = self._settings.pool.token_file
                 await check_registered(self._stack.plan, read_token(str(token_file) if token_file else None))
         self._stack.mark_ready()
@@ -124,16 +124,15 @@ async def check_registered(plan: Plan, token: str | None) -> None:
     """Raise `ConfigError` unless every engine of the plan registered with the pool and all can exchange KV."""
     from kvrelay.client.aio import AsyncPoolClient
 
-    assert plan.pool_address is not None
-    async with await AsyncPoolClient.connect(
-        plan.pool_address, name="kvrelay up", token=token, map_arena=False
-    ) as client:
-        deadline = time.monotonic() + REGISTER_S
-        engines: list[Engine] = await client.engines()
-        while not set(plan.connectors) <= {engine.engine for engine in engines} and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-            engines = await client.engines()
-    compat.check(plan.connectors, engines)
+    for owner, address in plan.pools.items():
+        expected = plan.registered_at(owner)
+        async with await AsyncPoolClient.connect(address, name="kvrelay up", token=token, map_arena=False) as client:
+            deadline = time.monotonic() + REGISTER_S
+            engines: list[Engine] = await client.engines()
+            while not set(expected) <= {engine.engine for engine in engines} and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_S)
+                engines = await client.engines()
+        compat.check(expected, engines)
 
 
 def curl_line(plan: Plan) -> str:

@@ -51,7 +51,9 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
     ports: tuple[int, ...] = ()
     """Free ports for the connector, as many as the profile asks for."""
     pool: str = ""
-    """Address of the pool."""
+    """Address of the pool, where the engine has one."""
+    pools: Mapping[str, str] = {}
+    """Addresses of the pools of several prefill engines, by their names, where it has those instead."""
     run_dir: str = ""
     settings: UpSettings
 

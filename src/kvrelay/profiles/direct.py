@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvrelay.launch.core.engine import replicas_of
 from kvrelay.profiles.base import EngineSetup, Pool
 from kvrelay.profiles.pooled import KvRelay
+from kvrelay.types import Dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,18 +24,27 @@ RECONNECT_S = 0.25
 
 
 class Direct(KvRelay):
-    """One prefill engine's host memory serves any number of decode engines."""
+    """Each prefill engine's host memory serves any number of decode engines, which are told all its addresses."""
 
     name = "direct"
     pool = Pool.EMBEDDED
 
     def refusals(self, settings: UpSettings, *, cpu: bool) -> Iterator[str]:  # noqa: ARG002
-        """A decode engine has connections to one pool."""
+        """What would need one pool that all engines use."""
         count, replicas = settings.prefill.count, replicas_of(settings.role("prefill"))
-        if count > 1:
+        alone = "; use --prefill 1, or --connector kvrelay, whose pool serves any number"
+        if count > 1 and settings.pool.port:
+            port = settings.pool.port
+            yield f"connector direct: pool.port = {port}: {count} prefill engines cannot share a port{alone}"
+        if count > 1 and settings.dispatch is Dispatch.DECODE_FIRST:
             yield (
-                f"connector direct: prefill.count = {count}: a decode engine is connected to one pool, so it could "
-                "take KV from one of them only; use --prefill 1, or --connector kvrelay, whose pool serves any number"
+                "connector direct: dispatch = decode-first: a decode engine that is asked before a prefill engine is "
+                f"chosen does not know in which of {count} pools to look{alone}"
+            )
+        if count > 1 and settings.router.pool_index:
+            yield (
+                f"connector direct: router.pool_index: what one of {count} pools holds, a decode engine finds only "
+                f"behind the prefill engine that runs it{alone}"
             )
         if replicas > 1:
             yield (
@@ -47,9 +57,10 @@ class Direct(KvRelay):
                 "out, or use --connector kvrelay"
             )
 
-    def notes(self, settings: UpSettings) -> Iterator[str]:  # noqa: ARG002
+    def notes(self, settings: UpSettings) -> Iterator[str]:
         """Whose memory it is."""
-        yield "connector direct: the prefill engine's own pool serves the decode engines, and ends with it"
+        whose = "each" if settings.prefill.count > 1 else "the"
+        yield f"connector direct: {whose} prefill engine's own pool serves the decode engines, and ends with it"
 
     def transfer_config(self, setup: EngineSetup) -> dict[str, Any]:
         """The prefill engine is told to run what the others connect to."""

@@ -34,7 +34,7 @@ class KvRelay(Profile):
             "kv_role": "kv_both" if setup.role == "prefill" else "kv_consumer",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
-                "pool": setup.pool,
+                **({"pools": dict(setup.pools)} if setup.pools else {"pool": setup.pool}),
                 "engine": setup.engine,
                 "chunk_tokens": settings.chunk_tokens,
                 **({"token_file": str(token_file)} if token_file else {}),

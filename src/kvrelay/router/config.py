@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -271,12 +272,18 @@ def _admin(settings: AdminSettings, problems: list[str]) -> Admin | None:
     return Admin(listen=f"{in_address(settings.host)}:{settings.port}", token=token)
 
 
+def pool_addresses(pool: str) -> list[str]:
+    """The addresses in a value of ``--pool``."""
+    return re.split(r",(?=unix:|tcp:|tls:)", pool)
+
+
 def _pool_token(settings: RouterSettings, problems: list[str]) -> str | None:
     assert settings.pool is not None
-    try:
-        parse_pool_address(settings.pool)
-    except ConfigError as error:
-        problems += [f"--pool: {problem}" for problem in error.problems]
+    for address in pool_addresses(settings.pool):
+        try:
+            parse_pool_address(address)
+        except ConfigError as error:
+            problems += [f"--pool: {problem}" for problem in error.problems]
     try:
         return read_token(settings.pool_token_file)
     except ConfigError as error:

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import logging
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay import openfiles
@@ -15,10 +16,12 @@ from kvrelay.errors import ConfigError
 from kvrelay.hosts import in_address
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.admin.serving import Serving, bind, told_of
+from kvrelay.router.config import pool_addresses
 from kvrelay.router.entrance.settings import exposed_without
 from kvrelay.router.listening import listening_problem
 from kvrelay.router.reloading import as_it_is_now
 from kvrelay.router.service import RouterService
+from kvrelay.router.several_pools import SeveralPools
 from kvrelay.router.workers import Workers
 
 if TYPE_CHECKING:
@@ -186,6 +189,10 @@ def _pool_connector(config: RouterConfig, seat: Seat | None) -> Callable[[], Awa
         return None
     from kvrelay.client.aio import AsyncPoolClient
 
-    address, token = config.pool, config.pool_token
+    token = config.pool_token
     name = f"router {config.host}:{config.port}{'' if seat is None else f' worker {seat.number}'}"
-    return lambda: AsyncPoolClient.connect(address, name=name, token=token, map_arena=False)
+    pools = [
+        (address, partial(AsyncPoolClient.connect, address, name=name, token=token, map_arena=False))
+        for address in pool_addresses(config.pool)
+    ]
+    return pools[0][1] if len(pools) == 1 else SeveralPools(pools).reach

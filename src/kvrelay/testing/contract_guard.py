@@ -115,8 +115,8 @@ class SchedulerGuard:
 
     def _progress(self, request_id: str) -> tuple[str, int]:
         """Where a request stands on the connector's own account, and how much has happened to it."""
-        side = getattr(self, "_scheduler", None)
-        entry = side._ledger.entry(request_id) if side is not None else None
+        sides = getattr(getattr(self, "_scheduler", None), "sides", ())
+        entry = next((one for side in sides if (one := side._ledger.entry(request_id)) is not None), None)
         return (str(entry.phase), len(entry.story)) if entry is not None else ("", 0)
 
     def load_failed(self, request_id: str) -> None:

@@ -43,8 +43,9 @@ class PagedRank:
         counters: Counters,
         sync_s: float = 1.0,
         model: TrueModel = DENSE,
+        pages: list[np.ndarray[Any, Any]] | None = None,
     ) -> None:
-        """``share``: of all layers.
+        """``share``: of all layers. ``pages``: of another that is this rank too, with another pool.
 
         ``hold_s``, ``load_s``, ``sync_s``: how long saves, loads and synchronous loads may take.
         """
@@ -53,7 +54,7 @@ class PagedRank:
         self.own_layers = range(share.first_layer, share.first_layer + share.layers)
         codec = find_codec("CPU_ATTN", "vec", block_tokens=BLOCK, head_size=GROUP.head_size, item_bytes=4)
         shape = (model.blocks, self.share.heads, 2 * BLOCK * GROUP.head_size)
-        self.pages = [np.full(shape, 0xDEAD, "u4") for _ in self.own_layers]
+        self.pages = pages or [np.full(shape, 0xDEAD, "u4") for _ in self.own_layers]
         self.layers = [PagedLayer(p, codec, block_tokens=BLOCK, head_size=GROUP.head_size) for p in self.pages]
         self.links = [
             PoolLink(address, name=f"{name} {what}", token=None, map_arena=shm)

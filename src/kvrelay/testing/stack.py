@@ -69,6 +69,12 @@ class RunningStack:
         return url
 
     @property
+    def pools(self) -> dict[str, str]:
+        """Addresses of the pools that prefill engines run, by these, where several do."""
+        pools: dict[str, str] = self._state()["pools"]
+        return pools
+
+    @property
     def model_name(self) -> str:
         """The model's name in requests."""
         name: str = self._state()["model"]

@@ -36,7 +36,7 @@ def spec_of(text: str) -> ProcessSpec:
 
 
 async def main(run_dir: str, ready_timeout_s: str, on_exit: str, *specs: str) -> int:
-    plan = Plan(processes=tuple(map(spec_of, specs)), endpoint="http://fake", pool_address=None, model_name="fake")
+    plan = Plan(processes=tuple(map(spec_of, specs)), endpoint="http://fake", pools={}, model_name="fake")
     settings = UpSettings.model_validate({"ready_timeout_s": ready_timeout_s, "on_exit": on_exit})
 
     def report(line: str) -> None:

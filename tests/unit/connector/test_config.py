@@ -42,6 +42,10 @@ def test_all_problems_are_told_at_once_and_unknown_keys_name_the_legal_ones() ->
     [
         ({"pool": "localhost:7420"}, "pool address 'localhost:7420' is not unix:"),
         ({"pool": 7420}, "pool must be of type str, not 7420"),
+        ({"pools": {}}, "pool is missing"),
+        ({"pools": {"P0": "unix:/a", "P1": 7}}, "pools: the address of P1 is 7"),
+        ({"pools": {"P0": "nowhere"}}, "pools: P0: pool address 'nowhere' is not unix:"),
+        ({**GOOD, "pools": {"P0": "unix:/a"}}, "pools is set and so is pool: an engine has one pool or several"),
         ({**GOOD, "chunk_tokens": 0}, "chunk_tokens must be between 1 and 4096, not 0"),
         ({**GOOD, "chunk_tokens": 5000}, "chunk_tokens must be between 1 and 4096, not 5000"),
         ({**GOOD, "chunk_tokens": "64"}, "chunk_tokens must be of type int, not '64'"),

@@ -58,7 +58,7 @@ def test_pool_engines_and_router_form_three_stages() -> None:
     ]
     assert plan.engines == ("P0", "P1", "D0")
     assert plan.endpoint == "http://127.0.0.1:8000"
-    assert plan.pool_address == f"unix:{SOCKET}"
+    assert plan.pools == {"": f"unix:{SOCKET}"}
 
 
 def test_the_pool_listens_on_a_socket_and_on_tcp_only_when_asked() -> None:
@@ -213,7 +213,7 @@ def test_too_few_devices_are_an_error_that_says_how_many() -> None:
 def test_nixl_engines_get_side_channels_of_their_own_and_no_pool() -> None:
     plan = plan_of({"connector": "nixl"})
     assert [process.name for process in plan.processes] == ["P0", "D0", "router"]
-    assert plan.pool_address is None
+    assert not plan.pools
     prefill, decode = spec(plan, "P0"), spec(plan, "D0")
     assert transfer(prefill) == {
         "kv_connector": "NixlConnector",

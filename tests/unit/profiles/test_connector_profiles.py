@@ -10,6 +10,7 @@ import pytest
 from kvrelay.launch.core.config import resolve
 from kvrelay.launch.core.plan import HostFacts, Plan, ProcessSpec, make_plan, ports_needed
 from kvrelay.profiles.registry import PROFILES
+from kvrelay.router.config import pool_addresses
 from kvrelay.router.core.legs import ClientBody, Endpoint, parse_fields
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def test_every_connector_can_be_planned_and_tells_vllm_its_class(connector: str)
     router = spec(plan, "router").argv
     assert router[router.index("--connector") + 1] == connector
     profile = PROFILES[connector]
-    assert ("--pool" in router) == profile.uses_pool == (plan.pool_address is not None)
+    assert ("--pool" in router) == profile.uses_pool == bool(plan.pools)
     assert ports_needed(settings) == len(plan.engines) * (1 + profile.num_ports)
 
 
@@ -77,7 +78,7 @@ def test_push_engines_use_the_push_connector_and_side_channels_of_their_own() ->
     prefill, decode = spec(plan, "P0"), spec(plan, "D0")
     assert transfer(prefill)["kv_connector"] == transfer(decode)["kv_connector"] == "NixlPushConnector"
     assert prefill.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] != decode.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]
-    assert plan.pool_address is None
+    assert not plan.pools
 
 
 def test_multi_puts_nixl_first_and_gives_the_pool_connector_its_options() -> None:
@@ -199,7 +200,7 @@ def test_direct_has_the_prefill_engine_run_the_pool_that_the_others_connect_to()
     plan = plan_of(settings_of("direct", {"decode.count": "2", "pool.size": "1GiB", "pool.port": "7000"}))
     assert [process.name for process in plan.processes] == ["P0", "D0", "D1", "router"]
     address = f"unix:{RUN_DIR}/ipc/pool.sock"
-    assert plan.pool_address == address
+    assert plan.pools == {"": address}
     prefill, *decodes = (transfer(spec(plan, name)) for name in plan.engines)
     own = prefill["kv_connector_extra_config"]
     assert (own["pool"], own["embedded_pool"], own["embedded_listen"]) == (address, str(1 << 30), "127.0.0.1:7000")
@@ -211,13 +212,41 @@ def test_direct_has_the_prefill_engine_run_the_pool_that_the_others_connect_to()
     assert router[router.index("--pool") + 1] == address
 
 
-def test_direct_refuses_several_pools_for_one_decode_engine() -> None:
-    settings = settings_of("direct", {"prefill.count": "2", "pool.args": "--mlock"})
-    several, unheard = refusals(settings)
-    assert several == (
-        "connector direct: prefill.count = 2: a decode engine is connected to one pool, so it could take KV from one "
-        "of them only; use --prefill 1, or --connector kvrelay, whose pool serves any number"
-    )
+def test_direct_tells_decode_engines_of_the_pool_of_every_prefill_engine() -> None:
+    plan = plan_of(settings_of("direct", {"prefill.count": "2", "decode.count": "2"}))
+    at = {name: f"unix:{RUN_DIR}/ipc/pool-{name}.sock" for name in ("P0", "P1")}
+    assert plan.pools == at
+    extra = {name: transfer(spec(plan, name))["kv_connector_extra_config"] for name in plan.engines}
+    for name, address in at.items():
+        assert (extra[name]["pool"], "pools" in extra[name], "embedded_pool" in extra[name]) == (address, False, True)
+        assert plan.registered_at(name) == (name, "D0", "D1")
+    for name in ("D0", "D1"):
+        assert (extra[name]["pools"], "pool" in extra[name], "embedded_pool" in extra[name]) == (at, False, False)
+    router = spec(plan, "router").argv
+    assert pool_addresses(router[router.index("--pool") + 1]) == list(at.values())
+
+
+ASKS_POOL = {"router.policy": "kv-aware", "router.disaggregate_above": "9"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pool.port": "7000"}, "connector direct: pool.port = 7000: 2 prefill engines cannot share a port; use"),
+        ({"dispatch": "decode-first"}, "connector direct: dispatch = decode-first: a decode engine that is asked"),
+        ({"router.pool_index": "true", **ASKS_POOL}, "connector direct: router.pool_index: what one of 2 pools holds"),
+    ],
+)
+def test_direct_refuses_what_needs_one_pool_for_all(options: dict[str, object], told: str) -> None:
+    (refused,) = refusals(settings_of("direct", {"prefill.count": "2", **options}))
+    assert refused.startswith(told)
+    assert refused.endswith("; use --prefill 1, or --connector kvrelay, whose pool serves any number")
+    assert not refusals(settings_of("direct", {"prefill.count": "2"}))
+    assert not refusals(settings_of("direct", options))
+
+
+def test_direct_refuses_what_its_pools_are_not_started_with() -> None:
+    (unheard,) = refusals(settings_of("direct", {"pool.args": "--mlock"}))
     assert unheard == (
         "connector direct: pool.args mean nothing to a pool that the prefill engine runs; leave --pool-args out, or "
         "use --connector kvrelay"

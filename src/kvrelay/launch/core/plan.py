@@ -15,7 +15,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.launch.core import kv_events
 from kvrelay.launch.core.engine import DEFAULT_CPU_KV_BYTES, SHOWS_REQUESTS, engine_arguments, names_of, ranks_of
 from kvrelay.launch.core.placement import bind_cores, give_devices
-from kvrelay.profiles.base import EngineSetup
+from kvrelay.profiles.base import EngineSetup, Pool
 from kvrelay.router.core.kv.settings import TokenIds
 from kvrelay.router.core.observing.settings import traces_url
 from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
@@ -81,7 +81,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     processes: tuple[ProcessSpec, ...]
     endpoint: str
-    pool_address: str | None
+    pools: Mapping[str, str]
+    """Addresses by the prefill engines that run them, where several do; of the only pool, if there is one, by ""."""
     model_name: str
     folders: tuple[str, ...] = ()
     """To be made before the start, and removed at the end."""
@@ -95,6 +96,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     def connectors(self) -> tuple[str, ...]:
         """Names that must register with the pool: prefill first."""
         return tuple(name for spec in self.processes for name in spec.connectors)
+
+    def registered_at(self, owner: str) -> tuple[str, ...]:
+        """Those that must register with the pool of ``owner``: prefill engines know no pool but their own."""
+        others = self.pools.keys() - {owner}
+        return tuple(name for spec in self.processes for name in spec.connectors if spec.name not in others)
 
 
 def ports_needed(settings: UpSettings) -> int:
@@ -114,6 +120,7 @@ class _Planner:
         self._facts = facts
         self._ports: Iterator[int] = iter(facts.ports)
         self._pool_socket = f"{facts.run_dir}/ipc/pool.sock"
+        self._pools = self._pool_addresses()
         self._model = str(settings.model)
         self._model_name = settings.served_model_name or self._model.rstrip("/").rpartition("/")[2] or self._model
         self._roles: list[tuple[Literal["prefill", "decode"], RoleSettings]] = [
@@ -140,10 +147,19 @@ class _Planner:
         return Plan(
             processes=tuple(processes),
             endpoint=endpoint,
-            pool_address=f"unix:{self._pool_socket}" if profile and profile.uses_pool else None,
+            pools=self._pools,
             model_name=self._model_name,
             folders=profile.folders(self._settings, self._facts.run_dir) if profile else (),
         )
+
+    def _pool_addresses(self) -> dict[str, str]:
+        """Of each pool, by the name of the prefill engine that runs it; one that serves all engines has no name."""
+        profile, count = self._settings.profile, self._settings.prefill.count
+        if profile is None or not profile.uses_pool:
+            return {}
+        if profile.pool is not Pool.EMBEDDED or count < 2:
+            return {"": f"unix:{self._pool_socket}"}
+        return {f"P{number}": f"unix:{self._facts.run_dir}/ipc/pool-P{number}.sock" for number in range(count)}
 
     def _pool(self) -> ProcessSpec:
         pool = self._settings.pool
@@ -206,7 +222,8 @@ class _Planner:
                 host=ENGINE_HOST,
                 cpu=not self._facts.devices,
                 ports=tuple(next(self._ports) for _ in range(profile.num_ports)),
-                pool=f"unix:{self._pool_socket}",
+                pool=self._pools.get(name, self._pools.get("", "")),
+                pools={} if "" in self._pools or name in self._pools else self._pools,
                 run_dir=self._facts.run_dir,
                 settings=self._settings,
             )
@@ -268,7 +285,7 @@ class _Planner:
         if settings.router.pool_index:
             argv.append("--pool-index")
         if settings.profile and settings.profile.uses_pool:
-            argv += ["--pool", f"unix:{self._pool_socket}"]
+            argv += ["--pool", ",".join(self._pools.values())]
             if settings.pool.token_file:
                 argv += ["--pool-token-file", str(settings.pool.token_file)]
         return ProcessSpec(
