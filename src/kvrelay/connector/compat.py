@@ -328,11 +328,14 @@ def computes_kv_scales(config: VllmConfig) -> bool:
 
 
 def cpu_isa(types: Types, block_tokens: int, head_size: int) -> str:
-    """The instruction set the CPU backend will choose on this machine."""
+    """The instruction set the CPU backend will choose on this machine; `ConfigError` if it has none for these types."""
     import torch
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return str(_get_attn_isa(getattr(torch, types.model), block_tokens, head_size, types.written))
+    try:
+        return str(_get_attn_isa(getattr(torch, types.model), block_tokens, head_size, types.written))
+    except NotImplementedError as error:
+        raise ConfigError(f"{error} Set --kv-cache-dtype auto, or use another machine or model") from error
 
 
 def expected_attention(device: str, types: Types, block_tokens: int, group: KvGroup) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvrelay.testing.bare_connector import BareScheduler, BareWorker
 from kvrelay.testing.contract_guard import SchedulerGuard, WorkerGuard
 from kvrelay.testing.contract_moves import WAIT_S, until_idle
 from kvrelay.testing.contract_world import FACTS, ContractEngine, Shape
+from kvrelay.testing.fake_scheduler import Settings
 from kvrelay.testing.fake_worker import layer_name
 from kvrelay.testing.paged_rank import PagedRank
 from kvrelay.testing.pool import PoolThread
@@ -53,7 +55,8 @@ class SeveralEngine(ContractEngine):
         shape = self.shape
         second = PagedRank(
             self._second, f"{self.name} second", group=self.group, share=rank.share, shm=shape.shm,
-            counters=self.counters, hold_s=shape.hold_s, load_s=shape.load_s, pages=rank.pages,
+            counters=self.counters, hold_s=shape.hold_s, load_s=shape.load_s, sync_s=shape.sync_s,
+            pages=rank.pages,
         )  # fmt: skip
         for link in second.links:
             link.settle(5.0)
@@ -172,21 +175,48 @@ def test_a_prefill_engine_that_nobody_configured_is_not_connected_to(
     engine.drain(WAIT_S)
 
 
-def test_what_one_side_is_about_to_load_is_shared_with_requests_of_the_other_a_step_later(
-    pools: tuple[PoolThread, PoolThread], engine: SeveralEngine
-) -> None:
-    """The engine names a synchronous load's blocks in its prefix cache at once: they hold nothing yet."""
-    prefill(pools[0], "P0", PROMPT)
-    for at, name in enumerate(("P0", "P1", "P0", "P1")):
-        leg = {"handover": f"h{at}", "leg": "decode", "worker": "D0", "prefill": name}
-        engine.add(f"r{at}", PROMPT, 2, kv_transfer_params={"kvrelay": leg})
-    until_idle(engine)
-    engine.drain(WAIT_S)
-
-
 def test_a_reset_reaches_every_side(pools: tuple[PoolThread, PoolThread], engine: SeveralEngine) -> None:
     prefill(pools[1], "P1", PROMPT)
     both: Any = engine.connector
     assert both.reset_cache() is True
     assert ask(engine, "a", PROMPT, "P1").get("loaded_tokens", 0) == 0
     assert engine.side.namespace != engine.other.namespace
+
+
+TURNS = 250
+
+
+def test_the_contract_holds_whoever_prefilled_and_whichever_pool_hangs(
+    seed: int, pools: tuple[PoolThread, PoolThread]
+) -> None:
+    """Requests of both prefill engines and of none that share beginnings, aborts, and pools that answer late.
+
+    What attention reads is compared with the truth in every step.
+    """
+    rng = random.Random(seed)
+    shape = Shape(tp=rng.choice([1, 2]), load_s=rng.choice([0.05, 5.0]), settings=Settings(budget=rng.choice([24, 80])))
+    engine = SeveralEngine((pools[0].unix, pools[1].unix), "D", shape)
+    writers = [ContractEngine(pool.unix, f"P{at}", rng, Shape()) for at, pool in enumerate(pools)]
+    beginnings = [[rng.randrange(2000) for _ in range(80)] for _ in range(3)]
+    try:
+        for turn in range(TURNS):
+            kind = rng.random()
+            prompt = [*rng.choice(beginnings)[: rng.randrange(1, 81)], *(rng.randrange(2000) for _ in range(9))]
+            if kind < 0.15:
+                rng.choice(writers).add(f"w{turn}", prompt, 1)
+            elif kind < 0.35:
+                leg = {"handover": f"h{turn}", "leg": "decode", "worker": "D0", "prefill": rng.choice(["P0", "P1", ""])}
+                more = {"kv_transfer_params": {"kvrelay": leg}} if rng.random() < 0.8 else {}
+                engine.add(f"r{turn}", prompt, rng.randrange(1, 5), **more)
+            elif kind < 0.4 and engine.scheduler.requests:
+                engine.scheduler.abort(rng.choice(sorted(engine.scheduler.requests)))
+            elif kind < 0.45:
+                rng.choice(pools)._loop.call_soon_threadsafe(time.sleep, rng.choice([0.001, 0.02, 0.1]))
+            for one in (engine, *writers):
+                one.step()
+                one.check()
+        for one in (engine, *writers):
+            one.drain(WAIT_S)
+    finally:
+        for one in (engine, *writers):
+            one.close()

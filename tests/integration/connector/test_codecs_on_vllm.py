@@ -161,6 +161,19 @@ def test_a_machine_without_a_codec_is_refused_before_there_are_layers(monkeypatc
         read_engine(*engine_of())
 
 
+def test_a_machine_that_keeps_no_8_bits_is_refused_before_there_are_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvrelay.connector.assembly import read_engine
+    from kvrelay.errors import ConfigError
+
+    config, cache = engine_of()
+    config.cache_config.cache_dtype = "fp8"
+    cache.kv_cache_groups[0].kv_cache_spec.kv_quant_mode = 1
+    for supported in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(f"torch.cpu.{supported}", lambda: False)
+    with pytest.raises(ConfigError, match=r"requires x86 with AVX-512 or AMX\. Set --kv-cache-dtype auto"):
+        read_engine(config, cache)
+
+
 def test_the_connector_implements_what_vllm_calls() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
     from vllm.utils.func_utils import supports_kw
