@@ -63,7 +63,8 @@ class AsyncLink(Connection):
             except PoolUnavailableError as error:
                 raise unwelcome(where, error) from error
             how = transport if map_arena else "tcp"
-            client._map(await client._run(reach(client.welcome, how, nixl=nixl.available())))
+            way = await client._run(reach(client.welcome, how, nixl=nixl.available()))
+            await asyncio.to_thread(client._map, way)
             client._map_index(await client._run(find_index(client.welcome, wanted=client._can_look)))
         except DeadlineError as error:
             await client.close()
@@ -100,6 +101,7 @@ class AsyncLink(Connection):
                 self._writing = False
         self._stream.close()
         self._session.close(error)
+        self._let_go()
 
     def _begin(self, ask: Ask, *, more: bool = False) -> Call:
         call, request = self._session.start(ask)

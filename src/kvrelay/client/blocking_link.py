@@ -169,6 +169,9 @@ class BlockingLink(Connection):
             # Its buffers are the caller's again from here on: nothing may move through them any more.
             self._lead.end(PoolUnavailableError("an operation was interrupted half-way"))
             raise
+        finally:
+            if self.closed:
+                self._let_go()
 
     def close(self) -> None:
         """End the connection and everything that belongs to it. May be called twice, by any thread."""

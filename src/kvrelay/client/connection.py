@@ -56,7 +56,7 @@ class Connection:
         self._stream: Stream[m.Reply] = Stream(sock, m.AnyReply, self._session, accept_fds=is_unix)
         self._mover = BatchMover()
         self._ops = Operations(segment_sums, self._mover, secrets.token_hex(8), reuse_staging=reuse_staging)
-        self._mapped: Arena | None = None
+        self._transport = "tcp"
         self._index: SharedIndex | None = None
 
     @property
@@ -92,22 +92,19 @@ class Connection:
     @property
     def transport(self) -> str:
         """How the bytes of whole objects travel: ``shm``, ``nixl`` or ``tcp``."""
-        direct = self._ops.whole.direct
-        return "tcp" if direct is None else "nixl" if isinstance(direct, NixlPath) else "shm"
+        return self._transport
 
     def _map(self, reply: m.Arena | m.NixlMapped | None) -> None:
         """Take the way to the arena that came with an answer."""
         if isinstance(reply, m.NixlMapped):
             self._ops.whole.direct = NixlPath(f"client-{secrets.token_hex(8)}", reply, self._mover)
+            self._transport = "nixl"
         elif reply is not None:
-            self._map_shared(reply)
-
-    def _map_shared(self, reply: m.Arena) -> None:
-        if not self._stream.received_fds:
-            raise PoolUnavailableError("the pool announced its arena and sent no descriptor")
-        self._mapped = Arena.attach(self._stream.received_fds.pop(0), reply.size)
-        self._ops.arena = self._mapped.view
-        self._ops.whole.direct = MappedArena(self._mapped.view, self._mover)
+            if not self._stream.received_fds:
+                raise PoolUnavailableError("the pool announced its arena and sent no descriptor")
+            arena = Arena.attach(self._stream.received_fds.pop(0), reply.size).view
+            self._ops.arena, self._ops.whole.direct = arena, MappedArena(arena, self._mover)
+            self._transport = "shm"
 
     @property
     def _can_look(self) -> bool:
@@ -130,11 +127,18 @@ class Connection:
         index = self._index
         return None if index is None else index.exists(self._stream.fileno(), keys)
 
-    def _unmap(self) -> None:
+    def _let_go(self) -> None:
+        """Hold no shared memory any more: the pool's would stay allocated after its end. Any thread may call it.
+
+        What another thread is copying, and views that were handed out, stay valid.
+        """
         self._index = None
         self._ops.arena = None
+        if self._transport == "shm":
+            self._ops.whole.direct = None
+
+    def _unmap(self) -> None:
+        self._let_go()
         direct, self._ops.whole.direct = self._ops.whole.direct, None
         if isinstance(direct, NixlPath):
             direct.close()
-        if self._mapped is not None:
-            self._mapped.close()

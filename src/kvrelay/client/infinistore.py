@@ -106,6 +106,7 @@ class InfinityConnection:
         """Connect. Errors as for `kvrelay.client.blocking.PoolClient.connect`."""
         if self.rdma_connected:
             raise BadRequestError("this connection is connected already")
+        self.close()
         token = self.config.token or read_token(None)
         self._client = PoolClient.connect(self.config.where, name="infinistore client", token=token)
 

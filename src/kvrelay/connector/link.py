@@ -6,10 +6,15 @@ going away, and makes the next one. They share only what is handed over under th
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import select
+import struct
+import termios
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from kvrelay.client.blocking import PoolClient
@@ -30,6 +35,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 2.0
 WATCH_S = 1.0
+LAST_WORDS_S = 1.0
+LOOK_S = 0.02
 
 
 class PoolLink:
@@ -168,18 +175,24 @@ class PoolLink:
             if client is not None:
                 self._watch(client)
                 self._is_broken(client)
+                client = None  # with it goes the mapping: two arenas at a time may be more than the machine has
             client = self._attempt(backoff)
 
     def _is_broken(self, client: PoolClient) -> None:
-        """The owner is told, if the connection is its own; one that it has not taken yet it never sees."""
+        """The owner is told, if the connection is its own; one that it has not taken yet it never sees.
+
+        An owner may have nothing to do for hours: its connection is ended here, after it has read what the pool said
+        last.
+        """
         with self._lock:
-            untaken = self._ready is client
-            if untaken:
+            if self._ready is client:
                 self._ready = None
             else:
                 self._broken = client
-        if untaken:
-            client.close()
+        deadline = time.monotonic() + LAST_WORDS_S
+        while _unread_bytes(client) and time.monotonic() < deadline and not self._closing.wait(LOOK_S):
+            pass
+        client.close()
 
     def _watch(self, client: PoolClient) -> None:
         """Return when the other end is gone, the owner dropped the connection, or it is time to close."""
@@ -213,3 +226,11 @@ class PoolLink:
             old.close()
         log.info("kvrelay: connected to the pool at %s", self._address)
         return client
+
+
+def _unread_bytes(client: PoolClient) -> int:
+    """What came and was not read, by the kernel's count; 0 if it is closed."""
+    with contextlib.suppress(OSError, ValueError):
+        count: int = struct.unpack("i", fcntl.ioctl(client.fileno(), termios.FIONREAD, bytes(4)))[0]
+        return count
+    return 0

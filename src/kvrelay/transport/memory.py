@@ -22,6 +22,7 @@ _MPOL_DEFAULT, _MPOL_BIND, _MPOL_INTERLEAVE = 0, 2, 3
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MFD_HUGE_SHIFT = 26
 _MAX_NODES = 1_024
+_MADV_POPULATE_WRITE = 23
 _CAP_IPC_LOCK = 1 << 14
 NODES = Path("/sys/devices/system/node")
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
@@ -114,16 +115,34 @@ def lock(mapping: mmap.mmap, size: int) -> None:
     Raises:
         ConfigError: the limit on locked memory is too low.
     """
-    first = ctypes.c_char.from_buffer(mapping)
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.mlock(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size)) != 0
-    problem = ctypes.get_errno()
-    del first  # it would keep the mapping from being closed
-    if failed:
+    if problem := _ask_kernel("mlock", mapping, size):
         raise ConfigError(
             f"mlock: {format_size(size)} cannot be locked in memory ({os.strerror(problem)}): this process may lock "
             f"{lockable()}; {LOCK_MEND}"
         )
+
+
+def touch(mapping: mmap.mmap, size: int) -> None:
+    """Give a mapping all of its pages now. Other threads go on meanwhile.
+
+    Raises:
+        OSError: there is not enough memory; EINVAL: Linux before 5.14 cannot be asked.
+    """
+    if problem := _ask_kernel("madvise", mapping, size, ctypes.c_int(_MADV_POPULATE_WRITE)):
+        raise OSError(problem, os.strerror(problem))
+
+
+def _ask_kernel(call: str, mapping: mmap.mmap, size: int, *more: ctypes.c_int) -> int:
+    """Make a system call about a mapping, without Python's lock; the error number, 0 if it worked."""
+    first = ctypes.c_char.from_buffer(mapping)
+    libc = ctypes.CDLL(None, use_errno=True)
+    while True:
+        failed = libc[call](ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), *more) != 0
+        problem = ctypes.get_errno() if failed else 0
+        if problem != errno.EINTR:
+            break
+    del first  # it would keep the mapping from being closed
+    return problem
 
 
 LOCK_MEND = "allow more: `ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (docker)"

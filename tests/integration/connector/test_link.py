@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.connector.link import PoolLink
-from kvrelay.testing.pool import PoolThread
+from kvrelay.testing.arenas import arenas_here
+from kvrelay.testing.pool import PoolThread, pool_process
 from kvrelay.transport.address import Address
 
 if TYPE_CHECKING:
@@ -62,6 +63,27 @@ def test_a_link_that_was_idle_while_two_pools_came_and_went_gives_the_connection
                         assert time.monotonic() < deadline
                         time.sleep(0.01)
                     assert client.stat()["connections"] == 1
+    finally:
+        link.close()
+
+
+def test_an_idle_link_does_not_keep_the_memory_of_a_pool_that_died(tmp_path: Path) -> None:
+    """Its owner does nothing: a pool that starts again would find the old one's arena allocated."""
+    link = PoolLink(f"unix:{tmp_path / 'pool.sock'}", name="loads", token=None, map_arena=True, reconnect_s=0.1)
+    before = arenas_here()
+    try:
+        with pool_process(tmp_path) as pool:
+            link.connect()
+            assert link.connected
+            (arena,) = arenas_here() - before
+            pool.kill()
+            deadline = time.monotonic() + 10.0
+            while arena in arenas_here():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        with pool_process(tmp_path):
+            assert (client := link.wait(10.0)) is not None
+            assert client.stat()["connections"] == 1
     finally:
         link.close()
 

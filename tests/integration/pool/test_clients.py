@@ -196,12 +196,6 @@ def test_a_request_outside_its_bounds_is_the_callers_fault_and_the_connection_go
     assert client.stat()["connections"] == 1
 
 
-def test_the_arenas_descriptor_is_not_inherited_by_programs_a_client_starts(pool: PoolThread) -> None:
-    with PoolClient.connect(pool.unix, name="c") as client:
-        assert client._mapped is not None
-        assert not os.get_inheritable(client._mapped.fd)
-
-
 def test_many_calls_are_under_way_at_once_and_answered_in_any_order(client: PoolClient) -> None:
     client.open_ticket("t", 30.0)
     slow = client.start(m.Collect(0, "t", 20.0), m.Notes)

@@ -45,8 +45,8 @@ class Getting:
         done = 0
         while done < len(keys):
             rest, into = keys[done:], blocks.cut(done, len(blocks))
-            if self.direct is not None:
-                got = yield from self._get_direct(self.direct, rest, into, wait_s)
+            if (direct := self.direct) is not None:
+                got = yield from self._get_direct(direct, rest, into, wait_s)
             else:
                 got = yield from self._get_frames(rest, into, wait_s)
             done += got
@@ -161,7 +161,8 @@ class Getting:
 
     def get_one(self, key: bytes, *, wait_s: float = 0.0) -> Operation[bytes | None]:
         """Read one object of unknown size; None when it is not there."""
-        if self.direct is None:
+        direct = self.direct
+        if direct is None:
             return (yield from self._get_one_frame(key, wait_s))
         located = yield Ask(m.Locate(0, [key], LEASE_S, wait_s), m.Located)
         assert isinstance(located, m.Located)
@@ -173,7 +174,7 @@ class Getting:
                 raise ProtocolError(f"the pool speaks of {located.count} objects for one key, of {size} bytes")
             data = bytearray(size)
             into = Blocks.of_buffers([memoryview(data)])
-            bad = yield from self.direct.read(located.offsets, into, located.sums)
+            bad = yield from direct.read(located.offsets, into, located.sums)
             if bad >= 0:
                 yield from self._segments.report_damage(located.lease, bad)
         except KvRelayError:

@@ -82,8 +82,8 @@ class Putting:
         if len(keys) != len(blocks):
             raise BadRequestError(f"{len(blocks)} blocks for {len(keys)} keys")
         told = _Told(len(keys))
-        if self.direct is not None:
-            yield from self._put_direct(self.direct, keys, blocks, told, ttl_s, ticket)
+        if (direct := self.direct) is not None:
+            yield from self._put_direct(direct, keys, blocks, told, ttl_s, ticket)
         else:
             yield from self._put_frames(keys, blocks, told, ttl_s, ticket)
         return Puts(bytes(told.states), told.why)
