@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
 
 class Settings(BaseModel):
@@ -54,6 +55,20 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             node[leaf] = value
     return tree
+
+
+def has_zero_byte(value: object) -> bool:
+    """Whether a text in ``value``, or anywhere below it, has a zero byte: no path, argument or variable can."""
+    if isinstance(value, Mapping):
+        return any(map(has_zero_byte, value)) or any(map(has_zero_byte, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_zero_byte, value))
+    return "\0" in value if isinstance(value, str) else False
+
+
+def zero_byte_problem(name: str, value: object, origin: str) -> str:
+    """What is told of it."""
+    return f"{name} = {value!r} (from {origin}): a text has a zero byte in it: leave it out"
 
 
 def toml(value: object) -> str:

@@ -12,7 +12,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as ``4GiB``, ``1.5g`` or ``1000000``. Raises ValueError naming the legal forms."""
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError("a size is a number and a unit, such as 512MiB, 4GiB or 1073741824")
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])

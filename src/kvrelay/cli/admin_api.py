@@ -5,9 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvrelay.errors import ConfigError, PoolUnavailableError, from_code
+from kvrelay.hosts import is_host, split_url
 
 TIMEOUT_S = 15.0
 
@@ -20,12 +20,12 @@ def ask(url: str, token: str | None, method: str, path: str, body: object = None
         PoolUnavailableError: nobody answers, or not as an admin API does.
         KvRelayError: what the API refuses with.
     """
-    parts = urlsplit(url)
     try:
+        parts = split_url(url)
         host, port = parts.hostname, parts.port
-    except ValueError:
+    except ConfigError:
         host = port = None
-    if parts.scheme != "http" or host is None or parts.path.strip("/"):
+    if host is None or not is_host(host) or parts.scheme != "http" or parts.path.strip("/"):
         raise ConfigError(f"{url!r} is no admin API: give http://HOST:PORT, as it was printed at the start")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if body is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def _reload(args: argparse.Namespace) -> int:
 
 
 def _path(args: argparse.Namespace) -> str:
-    return f"/engines/{quote(args.name, safe='')}"
+    return f"/engines/{quote(os.fsencode(args.name), safe='')}"
 
 
 def _line(engine: dict[str, Any]) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvrelay.errors import ConfigError
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
+from kvrelay.settings import has_zero_byte, zero_byte_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _NOT_IN_FILES = frozenset({"help", "config", "log_level"})
 
@@ -57,6 +58,7 @@ def load(args: argparse.Namespace, settings_of: Callable[[argparse.Namespace], R
     problems: list[str] = []
     if args.config is not None:
         args = _merged(args, problems)
+    problems += _zero_bytes(args)
     try:
         config = check_settings(settings_of(args))
     except ConfigError as error:
@@ -66,14 +68,21 @@ def load(args: argparse.Namespace, settings_of: Callable[[argparse.Namespace], R
     return config
 
 
+def _zero_bytes(args: argparse.Namespace) -> Iterator[str]:
+    for dest, value in vars(args).items():
+        if has_zero_byte(value):
+            origin = f"--{dest.replace('_', '-')}" if dest in args.given else args.config
+            yield zero_byte_problem(dest, value, origin)
+
+
 def _merged(args: argparse.Namespace, problems: list[str]) -> argparse.Namespace:
     file = args.config
     try:
         tree: Mapping[str, Any] = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file} cannot be read: {error}; name an existing TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {file} is not valid TOML: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {file} cannot be read: {error}; name an existing TOML file") from None
     actions = {
         action.dest: action
         for action in args.parser._actions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -11,6 +12,9 @@ from kvrelay.errors import ConfigError, KvRelayError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+log = logging.getLogger("kvrelay")
 
 
 def exit_status(run: Callable[[], int]) -> int:
@@ -30,4 +34,10 @@ def exit_status(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except Exception as error:
+        log.critical("an error that kvrelay should have foreseen", exc_info=True)
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        told = "this is a fault of kvrelay: report it with the traceback above"
+        print(f"kvrelay: error: {said}; {told}", file=sys.stderr)
+        return 1
     return status

@@ -61,7 +61,7 @@ def read_settings(args: argparse.Namespace) -> Configuration:
     if file is not None:
         try:
             text = file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"--config {file}: cannot be read: {error}; name an existing TOML file") from None
     return resolve(flags, os.environ, text, str(file))
 

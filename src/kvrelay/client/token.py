@@ -20,7 +20,7 @@ def read_token(file: str | None, variable: str = TOKEN_VARIABLE) -> str | None:
         return os.environ.get(variable) or None
     try:
         token = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"token file {file!r} cannot be read: {error}") from error
     if not token:
         raise ConfigError(f"token file {file!r} is empty")

@@ -106,4 +106,6 @@ def listening_problem(host: str, port: int) -> str | None:
             probe.bind(address)
     except OSError as error:
         return error.strerror or str(error)
+    except UnicodeError:
+        return "it names no host"
     return None

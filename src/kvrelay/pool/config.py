@@ -26,7 +26,7 @@ from kvrelay.pool.settings import (
     leaves,
     variable_of,
 )
-from kvrelay.settings import flatten, nest, toml
+from kvrelay.settings import flatten, has_zero_byte, nest, toml, zero_byte_problem
 from kvrelay.transport.address import Address, parse_address, parse_host_port
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
         return resolve(flags, environ)
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config {file}: cannot be read: {error}; name an existing TOML file") from None
     return resolve(flags, environ, text, str(file))
 
@@ -97,6 +97,7 @@ def resolve(
         values, names = _merged(flags, environ, tomllib.loads(file_text), file_name)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(*problems, f"{file_name}: not valid TOML: {error}") from None
+    problems += [zero_byte_problem(path, value, names[path]) for path, value in values.items() if has_zero_byte(value)]
     try:
         settings = PoolSettings.model_validate(nest(values))
     except ValidationError as error:
@@ -214,8 +215,15 @@ def _tls_problems(settings: PoolSettings) -> Iterator[str]:
     if tls.cert is not None and settings.listen == "none":
         yield "tls.cert is given and listen = 'none': TLS is spoken over TCP only; give --listen HOST:PORT"
     for path, file in (("tls.cert", tls.cert), ("tls.key", tls.key), ("tls.client_ca", tls.client_ca)):
-        if file is not None and not file.is_file():
+        if file is not None and not _is_file(file):
             yield f"{path} = '{file}': no such file"
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _tenant_problems(settings: PoolSettings) -> Iterator[str]:

@@ -75,7 +75,7 @@ def _tables(value: object) -> object:
 
 
 def _off(value: object) -> object:
-    return None if value in {"none", "off", False} else value
+    return None if value in ("none", "off", False) else value
 
 
 Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0)]
@@ -142,7 +142,12 @@ class PoolSettings(Settings):
     tenants: tuple[TenantSettings, ...] = Field(
         default=(), description="tables: name, token_file, certificate, quota, max_objects, max_connections, shm"
     )
-    ttl_s: float = Field(default=0.0, ge=0, description="seconds an object lives unless its writer says; 0: for ever")
+    ttl_s: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds an object lives unless its writer says; 0: for ever",
+    )
     watermarks: WatermarkSettings = WatermarkSettings()
     huge_pages: Annotated[Literal["2MiB", "1GiB"] | None, BeforeValidator(_off)] = Field(
         default=None, description="back the arena with huge pages of this size: 2MiB or 1GiB"

@@ -157,7 +157,10 @@ class AccessLog:
 def writing_problem(path: str) -> str:
     """Why a log cannot be written there, as far as can be known without beginning it; empty if it can."""
     file = Path(path)
-    there = file if file.exists() else file.parent
+    try:
+        there = file if file.exists() else file.parent
+    except OSError as error:
+        return _not_written(path, error.strerror or str(error))
     if path == STDOUT or (there.exists() and not file.is_dir() and os.access(there, os.W_OK)):
         return ""
     number = errno.ENOENT if not there.exists() else errno.EISDIR if file.is_dir() else errno.EACCES

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
-from kvrelay.hosts import in_address
+from kvrelay.hosts import in_address, is_host
 from kvrelay.profiles.needs import needs_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.admin import TOKEN_VARIABLE, Admin, AdminSettings
@@ -120,6 +120,8 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
     decodes = _addresses("--decode", settings.decode, problems)
     shared = sorted({address.url for address in prefills} & {address.url for address in decodes})
     problems += [f"{url} is given as --prefill and as --decode: an engine has one role" for url in shared]
+    if settings.host and not is_host(settings.host):
+        problems.append(f"--host {settings.host!r} names no host: give a name or an address, such as 127.0.0.1")
     if not 0 <= settings.port <= 65535:
         problems.append(f"--port {settings.port} is not a port: give one from 1 to 65535, or 0 for any free one")
     if profile is None:

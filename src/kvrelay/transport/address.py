@@ -5,12 +5,13 @@ The last may carry what its `TlsConfig` needs: ``tls:HOST:PORT?ca=FILE&cert=FILE
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote
 
 from kvrelay.errors import ConfigError
-from kvrelay.hosts import in_address
+from kvrelay.hosts import in_address, is_host
 from kvrelay.transport.tls import TlsConfig
 
 MAX_UNIX_PATH_BYTES = 107
@@ -56,7 +57,9 @@ def parse_address(text: str) -> Address:
     """
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest:
-        if len(rest.encode()) > MAX_UNIX_PATH_BYTES:
+        if "\0" in rest:
+            raise ConfigError(f"UNIX socket path {rest!r} has a zero byte in it: leave it out")
+        if len(os.fsencode(rest)) > MAX_UNIX_PATH_BYTES:
             raise ConfigError(f"UNIX socket path {rest!r} is over {MAX_UNIX_PATH_BYTES} bytes: use a shorter one")
         return Address(path=rest)
     if kind == "tcp":
@@ -84,6 +87,6 @@ def parse_host_port(text: str, shown: str | None = None) -> Address:
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65_535:
+    if not is_host(host) or not (port.isascii() and port.isdecimal()) or len(port) > 5 or int(port) > 65_535:
         raise ConfigError(f"address {shown or text!r} is not HOST:PORT with a port from 0 to 65535")
     return Address(host=host, port=int(port))

@@ -26,7 +26,7 @@ def client_context(config: TlsConfig, *, minimum: ssl.TLSVersion = ssl.TLSVersio
         raise ConfigError(f"name {name!r} is no host's: give one that is in the server's certificate")
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=config.ca)
-    except (OSError, ssl.SSLError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"ca {config.ca!r} is no PEM file of authorities: {reason_of(error)}") from None
     context.minimum_version = minimum
     if config.cert is not None:
@@ -79,7 +79,7 @@ def _load(context: ssl.SSLContext, cert: Path, key: Path | None, client_ca: Path
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"client_ca '{client_ca}' is no PEM file of authorities: {reason_of(error)}") from None
 
 
@@ -89,7 +89,7 @@ def _load_chain(context: ssl.SSLContext, cert: str, key: str | None) -> None:
 
     try:
         context.load_cert_chain(cert, key, password=no_passphrase)
-    except (OSError, ssl.SSLError) as error:
+    except (OSError, ValueError) as error:
         where = f"certificate {cert!r} with key {key!r}" if key else f"certificate {cert!r} with its key in one file"
         raise ConfigError(f"{where} cannot be used: {reason_of(error)}") from None
 

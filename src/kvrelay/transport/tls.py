@@ -250,11 +250,11 @@ def refused(address: str, error: OSError) -> PoolUnavailableError:
     )
 
 
-def reason_of(error: OSError) -> str:
+def reason_of(error: OSError | ValueError) -> str:
     """The shortest that says what an error was."""
     if isinstance(error, ssl.SSLError):
         return (error.reason or str(error.args[-1])).replace("_", " ").lower()
-    return error.strerror or str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def does_not_speak(error: ssl.SSLError) -> bool:

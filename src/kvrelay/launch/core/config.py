@@ -19,7 +19,7 @@ from kvrelay.profiles.needs import needs_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.observing.settings import is_collector
 from kvrelay.router.core.routing import routing_problems
-from kvrelay.settings import flatten, nest, toml
+from kvrelay.settings import flatten, has_zero_byte, nest, toml, zero_byte_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,6 +65,7 @@ def resolve(
     for source in sources:
         values |= source.values
         names |= source.names
+    problems += [zero_byte_problem(path, value, names[path]) for path, value in values.items() if has_zero_byte(value)]
     connector = values.get("connector")
     if not _hands_over(connector) and "prefill.count" not in values:
         values["prefill.count"], names["prefill.count"] = 0, f"default with connector {connector}"

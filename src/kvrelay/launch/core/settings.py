@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from kvrelay.hosts import is_host
 from kvrelay.profiles.base import Pool
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.kv.settings import TokenIds
@@ -47,6 +48,12 @@ def _plain(pairs: dict[str, Any]) -> dict[str, Any]:
     return pairs
 
 
+def _host(name: str) -> str:
+    if not is_host(name):
+        raise ValueError("names no host; give a name or an address, such as 127.0.0.1")
+    return name
+
+
 def _known(connector: str) -> str:
     legal = (*PROFILES, NO_CONNECTOR)
     if connector not in legal:
@@ -75,14 +82,17 @@ class EngineSettings(Settings):
     max_num_batched_tokens: int | None = Field(default=None, gt=0, description="tokens computed in one step at most")
     max_num_seqs: int | None = Field(default=None, gt=0, description="requests computed at once at most")
     tensor_parallel_size: int | None = Field(
-        default=None, gt=0, description="ranks each layer of one engine is split over"
+        default=None, gt=0, le=1024, description="ranks each layer of one engine is split over"
     )
     pipeline_parallel_size: int | None = Field(
         default=None,
         gt=0,
+        le=1024,
         description="stages the layers of one engine are split over (on CPUs not with enforce_eager)",
     )
-    data_parallel_size: int | None = Field(default=None, gt=0, description="replicas behind one engine's address")
+    data_parallel_size: int | None = Field(
+        default=None, gt=0, le=1024, description="replicas behind one engine's address"
+    )
     enforce_eager: bool | None = Field(default=None, description="do not compile: quicker start, slower tokens")
     args: Arguments = Field(default=(), description="more arguments for vLLM, as one string or a list")
     env: dict[str, str] = Field(default={}, description="environment variables of the engine")
@@ -188,7 +198,9 @@ class UpSettings(Settings):
 
     model: Path | None = Field(default=None, description="directory of the model")
     served_model_name: str | None = Field(default=None, description="name clients use (the directory's name if unset)")
-    host: str = Field(default="127.0.0.1", min_length=1, description="address the endpoint listens on")
+    host: Annotated[str, AfterValidator(_host)] = Field(
+        default="127.0.0.1", description="address the endpoint listens on"
+    )
     port: Port = Field(default=8000, description="port the endpoint listens on")
     connector: Annotated[str, AfterValidator(_known)] = Field(
         default="kvrelay", description="how KV travels (docs/connectors.md), or none (plain engines, no router)"

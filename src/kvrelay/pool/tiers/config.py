@@ -106,7 +106,7 @@ def parse_tiers(tables: Sequence[Mapping[str, Any]]) -> tuple[TierConfig, ...]:
 
 def _parse(table: Mapping[str, Any], where: str) -> tuple[list[str], TierConfig | None]:
     kind = table.get("kind")
-    if kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in _FIELDS:
         return [f"{where}: kind {kind!r}: legal are disk, folder and s3"], None
     problems = [
         f"{where} ({kind}): unknown key {key!r}: legal are {', '.join(sorted(_FIELDS[kind] | _COMMON))}"
@@ -119,6 +119,8 @@ def _parse(table: Mapping[str, Any], where: str) -> tuple[list[str], TierConfig 
         value = table.get(key)
         if value is not None and not isinstance(value, str):
             problems.append(f"{where} ({kind}): {key} {value!r}: must be a text")
+        elif value is not None and not value.isprintable():
+            problems.append(f"{where} ({kind}): {key} {value!r}: has characters that cannot be printed: leave them out")
         elif value is not None:
             texts[key] = value
     numbers = {

@@ -15,9 +15,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from kvrelay.errors import ConfigError
+from kvrelay.hosts import split_url
 from kvrelay.pool.tiers.naming import SUFFIX, object_path, tenant_prefix
 from kvrelay.pool.tiers.record import HEAD_READ_BYTES, DamagedError, Head, pack_head, parse_head, proven_sums
 from kvrelay.pool.tiers.tier import Loaded, Outcome, Shape, Usage
@@ -70,7 +70,7 @@ class S3Tier:
             from obstore.store import S3Store
         except ImportError as error:
             raise ConfigError(f"tier {url}: obstore is not installed: pip install 'kvrelay[s3]'") from error
-        parts = urlsplit(url)
+        parts = split_url(url)
         if parts.scheme != "s3" or not parts.netloc:
             raise ConfigError(f"tier {url!r}: the address of an S3 tier is s3://BUCKET or s3://BUCKET/PREFIX")
         self.where = url

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from kvrelay.errors import BadRequestError
-from kvrelay.hosts import in_address
+from kvrelay.errors import BadRequestError, ConfigError
+from kvrelay.hosts import in_address, is_host, split_url
 from kvrelay.router.core.health import Health, HealthSettings
 from kvrelay.router.core.load import Load
 
@@ -52,20 +51,18 @@ def parse_address(url: str) -> Address:
         BadRequestError: it is something else; the message says what.
     """
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise BadRequestError(f"{url!r} is not a URL ({error}): write http://HOST:PORT") from None
+        parts = split_url(url)
+    except ConfigError as error:
+        raise BadRequestError(f"{error}; write http://HOST:PORT") from None
+    port = parts.port
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise BadRequestError(f"{url!r} is not an engine's URL: write http://HOST:PORT or https://HOST:PORT")
     if port == 0:
         raise BadRequestError(f"{url!r}: port 0 is nobody's: write http://HOST:PORT")
     if parts.username is not None or parts.query or parts.fragment or any(not "!" <= c <= "~" for c in url):
         raise BadRequestError(f"{url!r}: only a host, a port and a path may be given: write http://HOST:PORT")
-    try:
-        parts.hostname.encode("idna")  # as whoever looks it up will
-    except UnicodeError as error:
-        raise BadRequestError(f"{url!r} names no host ({error}): write http://HOST:PORT") from None
+    if not is_host(parts.hostname):
+        raise BadRequestError(f"{url!r} names no host: write http://HOST:PORT")
     tls = parts.scheme == "https"
     return Address(host=parts.hostname, port=port or (443 if tls else 80), base=parts.path.rstrip("/"), tls=tls)
 

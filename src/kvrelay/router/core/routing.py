@@ -88,7 +88,7 @@ def routing_problems(settings: RoutingSettings, *, hands_over: bool) -> list[str
     if _HEADER.fullmatch(settings.session_header) is None:
         problems.append(f"--session-header {settings.session_header!r} is not a header's name")
     given = settings.disaggregate_above
-    is_count = given.isascii() and given.isdigit() and int(given) <= MAX_ABOVE
+    is_count = given.isascii() and given.isdigit() and len(given) < 20 and int(given) <= MAX_ABOVE
     if given != AUTO and not is_count:
         problems.append(
             f"--disaggregate-above {given!r} is no number of tokens: give 0 (always) to {MAX_ABOVE}, or {AUTO}"

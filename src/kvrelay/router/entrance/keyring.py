@@ -36,8 +36,8 @@ def read_key_file(path: Path) -> KeyRing:
     where = f"'{path}'"
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         said = msgspec.json.decode(data) if path.suffix == ".json" else tomllib.loads(data.decode())
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

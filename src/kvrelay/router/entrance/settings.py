@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
 from kvrelay.errors import ConfigError
-from kvrelay.hosts import is_loopback
+from kvrelay.hosts import is_loopback, split_url
 from kvrelay.router.core.admission.gatekeeper import Limits
 from kvrelay.router.core.admission.keys import KeyRing  # noqa: TC001 - msgspec looks at it
 from kvrelay.router.entrance.keyring import read_key_file
@@ -119,7 +118,7 @@ def check_entrance(settings: EntranceSettings, problems: list[str], *, workers: 
         engine_api_key=key,
         forward_authorization=forward,
         tls=_tls(settings, problems),
-        cors_origins=frozenset(origin.lower().encode() for origin in settings.cors_origins),
+        cors_origins=frozenset(origin.lower().encode(errors="replace") for origin in settings.cors_origins),
     )
 
 
@@ -155,12 +154,19 @@ def _bounds(settings: EntranceSettings, workers: int) -> Iterator[str]:
 
 def _cors_problems(settings: EntranceSettings) -> Iterator[str]:
     for origin in settings.cors_origins:
-        parts = urlsplit(origin)
-        bare = f"{parts.scheme}://{parts.netloc}".lower()
-        if origin != "*" and (parts.scheme not in {"http", "https"} or not parts.hostname or bare != origin.lower()):
+        if origin != "*" and not _is_origin(origin):
             yield f"--cors-origin {origin!r} is no origin: give SCHEME://HOST[:PORT] without a path, or *"
     if "*" in settings.cors_origins and len(settings.cors_origins) > 1:
         yield "--cors-origin * allows every origin: leave the others out"
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        parts = split_url(text)
+    except ConfigError:
+        return False
+    bare = f"{parts.scheme}://{parts.netloc}".lower()
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and bare == text.lower() and text.isascii()
 
 
 def _engine_key(settings: EntranceSettings, problems: list[str]) -> bytes | None:
@@ -172,7 +178,7 @@ def _engine_key(settings: EntranceSettings, problems: list[str]) -> bytes | None
         where = f"--engine-api-key-file {file!r}"
         try:
             key = Path(file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             problems.append(f"{where} cannot be read: {error}")
             return None
         if not key:
@@ -184,6 +190,13 @@ def _engine_key(settings: EntranceSettings, problems: list[str]) -> bytes | None
 
 
 def _tls(settings: EntranceSettings, problems: list[str]) -> TlsFiles | None:
+    for flag, name in (
+        ("--tls-cert", settings.tls_cert),
+        ("--tls-key", settings.tls_key),
+        ("--tls-client-ca", settings.tls_client_ca),
+    ):
+        if name == "":
+            problems.append(f"{flag} is empty: name a PEM file, or leave it out")
     cert, key, ca = (
         Path(name) if name else None for name in (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     )

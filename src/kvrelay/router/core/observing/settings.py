@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from kvrelay.errors import ConfigError
+from kvrelay.hosts import is_host, split_url
 from kvrelay.router.core.observing.forwarding import HeaderSettings, problems_of
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ def traces_url(endpoint: str) -> str:
 def is_collector(endpoint: str) -> bool:
     """Whether a text is a collector's URL."""
     try:
-        parts = urlsplit(endpoint)
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and not parts.query and parts.port != 0
-    except ValueError:
+        parts = split_url(endpoint)
+    except ConfigError:
         return False
+    return parts.scheme in {"http", "https"} and is_host(parts.hostname or "") and not parts.query and parts.port != 0
 
 
 def observing_problems(settings: Observing) -> Iterator[str]:
