@@ -36,7 +36,7 @@ _NAMES = {
     "admin.token": "admin_token_file",
 }
 """Those that are called otherwise than in a configuration, by their paths in it."""
-_NONE = ("entrance.keys", "entrance.num_workers")
+_NONE = ("entrance.keys", "entrance.num_workers", "entrance.worker")
 """What is no setting: what the file of keys holds has a reload of its own."""
 
 

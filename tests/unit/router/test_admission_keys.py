@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from kvrelay.router.core.admission.keys import (
     make_secret,
     read_keys,
 )
-from kvrelay.router.entrance.keyring import read_key_file
+from kvrelay.router.entrance.keyring import Keyring, read_key_file
 from kvrelay.router.entrance.settings import EntranceConfig, EntranceSettings, check_entrance
 
 if TYPE_CHECKING:
@@ -198,10 +199,11 @@ def test_workers_together_allow_what_one_would() -> None:
         assert sum(getattr(share, field) for share in shares) == bound
     assert min(share.max_concurrent for share in shares) > 0
     assert EntranceConfig().share(1, 4).max_concurrent == 0
-    limited = key(requests_per_minute=60, tokens_per_minute=4000, max_concurrent=9).share(4)
-    assert (limited.requests_per_minute, limited.tokens_per_minute, limited.max_concurrent) == (15, 1000, 2)
-    assert key(max_concurrent=1).share(4).max_concurrent == 1
-    accounts = Accounts(2)
+    whole = key(requests_per_minute=60, tokens_per_minute=4000, max_concurrent=10)
+    limited = [whole.share(number, 4) for number in range(4)]
+    assert {(share.requests_per_minute, share.tokens_per_minute) for share in limited} == {(15, 1000)}
+    assert [share.max_concurrent for share in limited] == [3, 3, 2, 2]
+    accounts = Accounts(1, 2)
     assert accounts.of(key(requests_per_minute=60), 0.0).headers(0.0)[0] == (b"x-ratelimit-limit-requests", b"30")
     accounts.renew([key(requests_per_minute=20)], 0.0)
     assert accounts.of(key(), 0.0).headers(0.0)[0] == (b"x-ratelimit-limit-requests", b"10")
@@ -212,3 +214,22 @@ def test_too_little_to_be_divided_is_told() -> None:
     check_entrance(EntranceSettings(max_concurrent=3, max_per_decode=4), problems, workers=4)
     assert len(problems) == 1
     assert "--max-concurrent 3 is less than --workers 4" in problems[0]
+
+
+def test_a_key_with_fewer_requests_at_once_than_workers_is_refused_at_the_start_and_when_keys_are_read_again(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.toml"
+    entry = f'[[keys]]\nname = "a"\nhash = "{key().hash}"\nmax_concurrent = '
+    file.write_text(entry + "1")
+    problems: list[str] = []
+    check_entrance(EntranceSettings(keys_file=str(file)), problems, workers=1)
+    assert problems == []
+    check_entrance(EntranceSettings(keys_file=str(file)), problems, workers=8)
+    assert len(problems) == 1
+    assert "key 'a': max_concurrent = 1 is less than --workers 8" in problems[0]
+    file.write_text(entry + "10")
+    ring = Keyring(file, read_key_file(file, 8), worker=0, num_workers=8)
+    file.write_text(entry + "7")
+    with pytest.raises(ConfigError, match="max_concurrent = 7 is less than --workers 8"):
+        asyncio.run(ring.reload(0.0))

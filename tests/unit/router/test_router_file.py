@@ -140,7 +140,12 @@ def test_every_setting_of_a_configuration_is_called_as_a_flag_is() -> None:
         (HeaderSettings, "observing.headers."), (Resilience, "resilience."), (EntranceConfig, "entrance."),
         (TlsFiles, "entrance.tls."), (TlsConfig, "engine_tls."),
     ]  # fmt: skip
-    groups = {prefix.rstrip(".") for _, prefix in full} | {"admin", "entrance.keys", "entrance.num_workers"}
+    groups = {prefix.rstrip(".") for _, prefix in full} | {
+        "admin",
+        "entrance.keys",
+        "entrance.num_workers",
+        "entrance.worker",
+    }
     paths = {f"{prefix}{field}" for kind, prefix in full for field in kind.__struct_fields__} - groups
     assert {name_of(path) for path in paths} <= flags
 

@@ -55,7 +55,7 @@ class Gate:
         self.keyring = None
         if config.keys_file is not None:
             assert config.keys is not None
-            self.keyring = Keyring(config.keys_file, config.keys, num_workers=config.num_workers)
+            self.keyring = Keyring(config.keys_file, config.keys, worker=config.worker, num_workers=config.num_workers)
         self.idle = self._cors is None and self._slots is None and self.keyring is None and config.forward_authorization
         """Whether everybody may come in, as they are."""
         self._engine_headers: Headers = []

@@ -10,7 +10,7 @@ import msgspec
 
 from kvrelay.errors import ConfigError
 from kvrelay.router.core.admission.accounts import Account, Accounts
-from kvrelay.router.core.admission.keys import read_keys
+from kvrelay.router.core.admission.keys import read_keys, undivided
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.http.messages import find
 
@@ -27,8 +27,8 @@ _WRONG = Refusal(401, "invalid_api_key", "The API key is not known here", "inval
 _EXPIRED = Refusal(401, "invalid_api_key", "The API key has expired", "invalid_request_error")
 
 
-def read_key_file(path: Path) -> KeyRing:
-    """Read keys: JSON where the name ends in ``.json``, TOML otherwise.
+def read_key_file(path: Path, workers: int = 1) -> KeyRing:
+    """Read keys, for so many ``workers``: JSON where the name ends in ``.json``, TOML otherwise.
 
     Raises:
         ConfigError: with everything that is wrong with the file.
@@ -42,17 +42,24 @@ def read_key_file(path: Path) -> KeyRing:
         said = msgspec.json.decode(data) if path.suffix == ".json" else tomllib.loads(data.decode())
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
-    return read_keys(said, where)
+    ring = read_keys(said, where)
+    if problems := [f"{where}: {problem}" for problem in undivided(ring.keys, workers)]:
+        raise ConfigError(*problems)
+    return ring
 
 
 class Keyring:
     """Tells clients apart by the keys they show."""
 
-    def __init__(self, path: Path, ring: KeyRing, *, num_workers: int = 1) -> None:
-        """``ring``: what the file held when it was last read. ``num_workers``: who divide its limits."""
+    def __init__(self, path: Path, ring: KeyRing, *, worker: int = 0, num_workers: int = 1) -> None:
+        """``ring``: what the file held when it was last read.
+
+        ``num_workers``: who divide its limits; ``worker``: which of them this is.
+        """
         self._path = path
         self._ring = ring
-        self._accounts = Accounts(num_workers)
+        self._accounts = Accounts(worker, num_workers)
+        self._num_workers = num_workers
 
     async def reload(self, now: float) -> None:
         """Read the file again: requests from now on count by it. What keys have used stays used.
@@ -60,7 +67,7 @@ class Keyring:
         Raises:
             ConfigError: the file cannot be used; the keys are as before.
         """
-        self._ring = ring = await asyncio.to_thread(read_key_file, self._path)
+        self._ring = ring = await asyncio.to_thread(read_key_file, self._path, self._num_workers)
         self._accounts.renew(ring.keys, now)
 
     def recognise(self, headers: Headers, now: float, unix_now: float) -> Account | Refusal:

@@ -66,6 +66,8 @@ class EntranceConfig(Struct, frozen=True, kw_only=True):
 
     num_workers: int = 1
     """Among whom what is allowed is divided."""
+    worker: int = 0
+    """Which of them this is for."""
 
     def share(self, number: int, count: int) -> EntranceConfig:
         """What one of several workers may let in: together they let in no more than one would."""
@@ -73,7 +75,7 @@ class EntranceConfig(Struct, frozen=True, kw_only=True):
             field: (bound := getattr(self, field)) // count + (number < bound % count)
             for field in ("max_concurrent", "max_per_decode", "max_queued")
         }
-        return msgspec.structs.replace(self, num_workers=count, **bounds)
+        return msgspec.structs.replace(self, num_workers=count, worker=number, **bounds)
 
     @property
     def own_headers(self) -> frozenset[bytes]:
@@ -104,7 +106,7 @@ def check_entrance(settings: EntranceSettings, problems: list[str], *, workers: 
     keys = None
     if keys_file is not None:
         try:
-            keys = read_key_file(keys_file)
+            keys = read_key_file(keys_file, workers)
         except ConfigError as error:
             problems += [f"--keys-file: {problem}" for problem in error.problems]
     forward = {"yes": True, "no": False}.get(settings.forward_authorization, keys_file is None and key is None)

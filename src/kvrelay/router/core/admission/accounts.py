@@ -93,21 +93,21 @@ class Account:
 class Accounts:
     """Everybody's."""
 
-    def __init__(self, num_workers: int = 1) -> None:
-        """None yet. ``num_workers``: among whom each key's limits are divided."""
-        self._num_workers = num_workers
+    def __init__(self, worker: int = 0, num_workers: int = 1) -> None:
+        """None yet. ``num_workers``: among whom each key's limits are divided; ``worker``: which of them this is."""
+        self._seat = worker, num_workers
         self._by_name: dict[str, Account] = {}
 
     def of(self, key: Key, now: float) -> Account:
         """The account of ``key``."""
         account = self._by_name.get(key.name)
         if account is None:
-            account = self._by_name[key.name] = Account(key.share(self._num_workers), now)
+            account = self._by_name[key.name] = Account(key.share(*self._seat), now)
         return account
 
     def renew(self, keys: Iterable[Key], now: float) -> None:
         """The file was read again. Accounts of keys that are gone go, once nothing of theirs is in the router."""
-        known = {key.name: key.share(self._num_workers) for key in keys}
+        known = {key.name: key.share(*self._seat) for key in keys}
         for name, account in list(self._by_name.items()):
             if name in known:
                 account.renew(known[name], now)

@@ -51,8 +51,11 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_priority: int = 0
     """The most urgent (lowest) priority its requests may ask for; below 0 they may go before others'."""
 
-    def share(self, count: int) -> Key:
-        """What is left of its limits for each of ``count`` workers; of requests at once one at least."""
+    def share(self, number: int, count: int) -> Key:
+        """What is left of its limits for worker ``number`` of ``count``: together they allow what one would.
+
+        Of fewer requests at once than workers, some workers get none (see `undivided`).
+        """
         if count == 1:
             return self
         requests, tokens, at_once = self.requests_per_minute, self.tokens_per_minute, self.max_concurrent
@@ -60,7 +63,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self,
             requests_per_minute=None if requests is None else requests / count,
             tokens_per_minute=None if tokens is None else tokens / count,
-            max_concurrent=None if at_once is None else max(1, at_once // count),
+            max_concurrent=None if at_once is None else at_once // count + (number < at_once % count),
         )
 
     def expired(self, now: float) -> bool:
@@ -112,6 +115,16 @@ class KeyRing:
         salt, digest, key = self._by_id.get(parts[1] if parts else b"", _NOBODY)
         same = hmac.compare_digest(hmac.digest(salt, secret, "sha256"), digest)
         return key if same else None
+
+
+def undivided(keys: Iterable[Key], workers: int) -> Iterator[str]:
+    """Keys that would be refused by some of so many workers: problems, one line each."""
+    for key in keys:
+        if key.max_concurrent is not None and key.max_concurrent < workers:
+            yield (
+                f"key {key.name!r}: max_concurrent = {key.max_concurrent} is less than --workers {workers}, among whom "
+                "it is divided: raise it, or lower that"
+            )
 
 
 _NOBODY: tuple[bytes, bytes, Key | None] = bytes(SALT_BYTES), bytes(hashlib.sha256().digest_size), None
