@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
+PURE_VARIABLE = "KVRELAY_PURE"
+
 
 def _load() -> ModuleType | None:
-    if os.environ.get("KVRELAY_PURE") == "1":
+    if os.environ.get(PURE_VARIABLE) == "1":
         return None
     try:
         module = importlib.import_module("kvrelay._native")

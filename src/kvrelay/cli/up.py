@@ -63,7 +63,19 @@ def read_settings(args: argparse.Namespace) -> Configuration:
             text = file.read_text()
         except (OSError, ValueError) as error:
             raise ConfigError(f"--config {file}: cannot be read: {error}; name an existing TOML file") from None
-    return resolve(flags, os.environ, text, str(file))
+    return resolve(flags, os.environ, text, str(file), others=_foreign_variables())
+
+
+def _foreign_variables() -> set[str]:
+    """Variables of other parts of kvrelay, which `kvrelay up` leaves to the processes it starts."""
+    from kvrelay.client.token import TOKEN_VARIABLE
+    from kvrelay.native import PURE_VARIABLE
+    from kvrelay.pool import settings as pool
+    from kvrelay.router.core import admin
+    from kvrelay.router.entrance.settings import ENGINE_KEY_VARIABLE
+
+    named = {TOKEN_VARIABLE, PURE_VARIABLE, admin.TOKEN_VARIABLE, ENGINE_KEY_VARIABLE}
+    return named | {name for path in pool.leaves() if (name := pool.variable_of(path)) is not None}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cli import build_parser
+from kvrelay.cli.up import read_settings
 from kvrelay.errors import ConfigError
 from kvrelay.launch.core.config import resolve, show
 from kvrelay.launch.core.settings import UpSettings, flag_of, leaves, variable_of
+from kvrelay.pool import settings as pool
 
 
 def problems_of(flags: dict[str, object], environ: dict[str, str] | None = None, text: str = "") -> tuple[str, ...]:
@@ -44,6 +47,16 @@ def test_all_problems_are_listed_at_once_each_with_its_value_and_origin() -> Non
         in problems
     )
     assert any("'carrier-pigeon' (from --connector)" in line and "'nixl'" in line for line in problems)
+
+
+def test_every_variable_of_another_part_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {name for path in pool.leaves() if (name := pool.variable_of(path)) is not None}
+    others |= {"KVRELAY_POOL_TOKEN", "KVRELAY_ROUTER_ADMIN_TOKEN", "KVRELAY_ENGINE_API_KEY", "KVRELAY_PURE"}
+    parser = build_parser()
+    for name in others - {variable_of(path) for path in leaves()}:
+        monkeypatch.setenv(name, "1")
+        read_settings(parser.parse_args(["up", "model"]))
+        monkeypatch.delenv(name)
 
 
 def test_a_misspelt_variable_is_an_error_and_a_foreign_one_is_not() -> None:

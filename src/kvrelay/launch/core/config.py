@@ -22,7 +22,7 @@ from kvrelay.router.core.routing import routing_problems
 from kvrelay.settings import flatten, has_zero_byte, nest, toml, zero_byte_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 OWN_ARGUMENTS = {
     "--model": "the MODEL argument",
@@ -48,14 +48,19 @@ class Source(Struct, frozen=True):
 
 
 def resolve(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file_text: str | None = None, file_name: str = ""
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file_text: str | None = None,
+    file_name: str = "",
+    *,
+    others: Collection[str] = (),
 ) -> Configuration:
     """Merge the sources and validate.
 
-    ``flags``: dotted path to value, only those given. ``environ``: the whole environment. ``file_text``: TOML. Raises
-    `ConfigError` with one line for every problem.
+    ``flags``: dotted path to value, only those given. ``environ``: the whole environment. ``file_text``: TOML.
+    ``others``: variables that other parts of kvrelay read. Raises `ConfigError` with one line for every problem.
     """
-    problems = list(_misspelt_variables(environ))
+    problems = list(_misspelt_variables(environ, others))
     try:
         sources = [_from_file(file_text or "", file_name), _from_environ(environ), _from_flags(flags)]
     except tomllib.TOMLDecodeError as error:
@@ -111,10 +116,9 @@ def _by_path(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(tree, whole={path for path in leaves() if path == "connector_options" or path.endswith(".env")})
 
 
-def _misspelt_variables(environ: Mapping[str, str]) -> Iterator[str]:
+def _misspelt_variables(environ: Mapping[str, str], others: Collection[str]) -> Iterator[str]:
     """Variables that look like ours but are not. Other parts of kvrelay have theirs, so only near misses count."""
     known = [variable_of(path) for path in leaves()]
-    others = {"KVRELAY_POOL_TOKEN"}
     for name in sorted(environ):
         if name.startswith("KVRELAY_") and name not in others and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
