@@ -327,6 +327,8 @@ class RouterService:
         await self._connections.emptied(timeout_s=ABORT_TIMEOUT_S)
         if self.kv is not None:
             await self.kv.close()
+        if self._finder is not None:
+            self._finder.close()
         if self._desk is not None:
             await self._desk.close()
         await self.concert.close()

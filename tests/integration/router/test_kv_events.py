@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -326,6 +327,39 @@ async def test_completions_are_tokenised_here_where_a_tokenizer_is_given(fleet: 
     first, again = await started.ask(prompt=text), await started.ask(prompt=text)
     assert {answer.headers["x-kvrelay-prefill"] for answer in (first, again)} == {"P1"}
     assert [(await started.record(answer))["token_ids"] for answer in (first, again)] == ["tokenizer", "memory"]
+
+
+class Stuck:
+    """A tokenizer that does not come to an end before it is told."""
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Any:  # noqa: ARG002 - as the package's
+        self.told.wait(30)
+        raise RuntimeError("told")
+
+
+class Broken:
+    """A tokenizer that fails."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Any:  # noqa: ARG002 - as the package's
+        raise Exception("no merge for this")  # noqa: TRY002 - as the package does
+
+
+async def test_a_tokenizer_that_takes_too_long_or_fails_costs_a_choice_by_text_in_time(
+    fleet: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck()
+    try:
+        for tokenizer in (stuck, Broken()):
+            monkeypatch.setattr(token_ids, "load_tokenizer", lambda _, given=tokenizer: given)
+            started = await fleet(tokenizer="any", tokenize_timeout_s=0.05)
+            answers = await asyncio.gather(*(started.ask(prompt=f"text {number}") for number in range(8)))
+            assert [(await started.record(answer))["token_ids"] for answer in answers] == ["failed"] * 8
+            assert started.metric("token_ids", "failed") == 8
+    finally:
+        stuck.told.set()
 
 
 @pytest.mark.parametrize(("path", "problem"), [("", "there is no"), ("tokenizer.json", "--tokenizer")])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 MAX_OPEN = 32
 """Questions at a time; further requests go by text."""
 REMEMBERED_TOKENS = 4 << 20
+TOKENIZER_THREADS = 2
+"""A text that takes too long keeps one until it is done: others' are given up in time, begun or not."""
 MAX_ANSWER_BYTES = 16 << 20
 MAX_TEXT = 4 * MAX_TOKEN_IDS
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -84,6 +88,7 @@ class TokenFinder:
         self._timeout_s = settings.tokenize_timeout_s
         self._path = settings.tokenizer
         self._tokenizer: Any = None
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._remembered = Remembered(REMEMBERED_TOKENS)
         self._circuit = Circuit(first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
         self._open = 0
@@ -97,6 +102,10 @@ class TokenFinder:
         """
         if self._path is not None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path)
+
+    def close(self) -> None:
+        """Tokenise nothing more here."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def find(
         self, body: ClientBody, prompt: Prompt, request: Request, strangers: Collection[Engine]
@@ -120,21 +129,26 @@ class TokenFinder:
             return None, "unsupported"
         if (known := self._remembered.find(asked)) is not None:
             return known, "memory"
-        ids, source = await self._locally(body), "tokenizer"
-        if ids is None:
-            if not self._asks:
-                return None, "off"
+        ids, source = await self._locally(body)
+        if source == "off" and self._asks:
             ids, source = await self._ask(asked, request, strangers)
         if ids is not None:
             self._remembered.add(asked, ids)
         return ids, source
 
-    async def _locally(self, body: ClientBody) -> array[int] | None:
+    async def _locally(self, body: ClientBody) -> tuple[array[int] | None, str]:
         text = text_of_completion(body.endpoint, body.fields) if self._tokenizer is not None else None
         if text is None or self._tokenizer is None:
-            return None
-        encoded = await asyncio.to_thread(self._tokenizer.encode, text[0], add_special_tokens=text[1])
-        return packed_ids(encoded.ids)
+            return None, "off"
+        encode = partial(self._tokenizer.encode, text[0], add_special_tokens=text[1])
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                encoded = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+            ids = packed_ids(encoded.ids)
+        except Exception as error:  # noqa: BLE001 - the package raises bare exceptions
+            logger.debug("--tokenizer: %r", error)
+            return None, "failed"
+        return ids, "tokenizer" if ids is not None else "unsupported"
 
     async def _ask(
         self, asked: bytes, request: Request, strangers: Collection[Engine]
