@@ -1,14 +1,60 @@
 from __future__ import annotations
 
+import errno
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvrelay.errors import ConfigError
+from kvrelay.pool.tiers import config, folder
 from kvrelay.pool.tiers.config import Fill, open_tiers, parse_flag, parse_tiers
+from kvrelay.testing.tier_media import item
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def test_a_folder_that_cannot_be_looked_through_is_refused_and_the_tiers_before_it_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = parse_tiers([parse_flag(f"disk:{tmp_path}/disk:1MiB"), parse_flag(f"folder:{tmp_path}/folder:1MiB")])
+    scan = os.scandir
+
+    def failing(path: Any) -> Any:
+        if os.fspath(path) == str(tmp_path / "folder"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", failing)
+        with pytest.raises(ConfigError, match=f"tier directory {tmp_path}/folder: Input/output error"):
+            open_tiers(configs)
+    for guard in open_tiers(configs):  # nothing is locked any more
+        guard.close()
+
+
+def test_no_tier_stays_open_whatever_keeps_another_from_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = parse_tiers([parse_flag(f"disk:{tmp_path}/disk:1MiB"), parse_flag(f"folder:{tmp_path}/folder")])
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "FolderTier", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            open_tiers(configs)
+    for guard in open_tiers(configs):
+        guard.close()
+
+
+def test_a_folder_remembers_so_many_of_the_objects_it_dropped_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "MOST_EVICTED", 3)
+    tier = folder.FolderTier(tmp_path, 20_000, name="here")
+    for number in range(60):
+        tier.store([item(f"object {number}", 1_000)])
+    assert len(tier.take_evicted()) == 3
+    assert tier.take_evicted() == []
 
 
 def test_a_table_becomes_a_tier_with_defaults() -> None:

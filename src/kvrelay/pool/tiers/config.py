@@ -183,7 +183,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[Guard]:
     opened: list[Guard] = []
     try:
         opened.extend(map(open_tier, configs))
-    except ConfigError:
+    except BaseException:
         for guard in opened:
             guard.close()
         raise

@@ -25,7 +25,7 @@ from kvrelay.pool.tiers.directory import Identity, claim, lock
 from kvrelay.pool.tiers.index import SLOT_BITS, BrokenIndexError, Index
 from kvrelay.pool.tiers.record import DamagedError, pack_head, parse_head, proven_sums
 from kvrelay.pool.tiers.regions import Regions, read_fully
-from kvrelay.pool.tiers.tier import Loaded, Outcome, Usage, tier_key
+from kvrelay.pool.tiers.tier import MOST_EVICTED, Loaded, Outcome, Usage, tier_key
 from kvrelay.transport.checksum import checksum
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ IDENTITY = Identity("kvrelay disk tier", 1)
 MIN_SIZE_BYTES = 1 << 20
 MOST_KEPT_BYTES = 32 << 20
 """Loaded objects of a dropped region that are appended again, at most; and no more than a quarter of the region."""
-MOST_EVICTED = 100_000
-"""Keys remembered for `take_evicted`."""
 FULL_DISK_TRIES = 3
 """Regions dropped for one store when the disk is full before ``size`` is reached."""
 PAGE = 1_000

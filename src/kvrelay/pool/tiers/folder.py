@@ -18,12 +18,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrelay.errors import ConfigError
 from kvrelay.pool.tiers.directory import IDENTITY as MARKER
 from kvrelay.pool.tiers.directory import Identity, claim
 from kvrelay.pool.tiers.naming import SUFFIX, object_path, tenant_prefix
 from kvrelay.pool.tiers.record import HEAD_READ_BYTES, DamagedError, Head, pack_head, parse_head, proven_sums
 from kvrelay.pool.tiers.regions import read_fully, write_fully
-from kvrelay.pool.tiers.tier import Loaded, Outcome, Shape, Usage
+from kvrelay.pool.tiers.tier import MOST_EVICTED, Loaded, Outcome, Shape, Usage
 from kvrelay.transport.checksum import checksum
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ class FolderTier:
         """Written since the last look at everything."""
         self._usage = Usage(0, 0)
         self._evicted: list[bytes] = []
-        self._sweep(abandoned=True)
+        try:
+            self._sweep(abandoned=True)
+        except OSError as error:
+            raise ConfigError(f"tier directory {self._directory}: {error.strerror or error}") from error
 
     def _path(self, key: bytes) -> Path:
         return self._directory.joinpath(*object_path(key))
@@ -243,10 +247,15 @@ class FolderTier:
                     break
                 key = self._key_of(path)
                 if self._unlink(path) and key is not None:
-                    self._evicted.append(key)
+                    self._remember_evicted(key)
                 total, count = total - size, count - 1
         with self._lock:
             self._usage = Usage(count, total)
+
+    def _remember_evicted(self, key: bytes) -> None:
+        with self._lock:
+            if len(self._evicted) < MOST_EVICTED:
+                self._evicted.append(key)
 
     @staticmethod
     def _key_of(path: str) -> bytes | None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MAX_TIER_KEY_BYTES = 2 + 4 * 256 + 64
+MOST_EVICTED = 100_000
+"""Keys remembered for `Tier.take_evicted`, at most."""
 
 
 class Outcome(Enum):
