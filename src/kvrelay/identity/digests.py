@@ -6,7 +6,10 @@ A restart costs nothing then, and a file changed in place is read again.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import pwd
+import stat
 import tempfile
 import time
 from hashlib import sha256
@@ -18,29 +21,44 @@ from kvrelay.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+log = logging.getLogger(__name__)
+
 RACY_S = 2.0
 """A file changed this recently may change again without its time stamp telling: its digest is not cached."""
 BLOCK_BYTES = 8 << 20
 
 
-def default_cache_file(environ: Mapping[str, str]) -> Path:
-    """Where digests are kept: ``$XDG_CACHE_HOME/kvrelay/weights.json``."""
-    root = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/tmp") / ".cache"  # noqa: S108  a cache
-    return Path(root) / "kvrelay" / "weights.json"
+def default_cache_file(environ: Mapping[str, str]) -> Path | None:
+    """Where digests are kept: ``$XDG_CACHE_HOME/kvrelay/weights.json``, or below the user's home.
+
+    None where there is no home: in a place that others can write to, a digest could be forged.
+    """
+    root = environ.get("XDG_CACHE_HOME")
+    home = environ.get("HOME") or _passwd_home()
+    if root:
+        return Path(root) / "kvrelay" / "weights.json"
+    return Path(home) / ".cache" / "kvrelay" / "weights.json" if home else None
+
+
+def _passwd_home() -> str | None:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container's user without an entry
+        return None
 
 
 class DigestCache:
-    """File digests, remembered by device, inode, size and times. A broken or unwritable cache only costs time."""
+    """File digests, remembered by device, inode, size and times. A broken or unwritable cache only costs time.
 
-    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        """``path``: the JSON file; ``now``: seconds since the epoch."""
+    Engines whose weights have one digest exchange KV, so a forged one makes wrong answers: a file or a directory that
+    is another user's, or that others can write to, is not used.
+    """
+
+    def __init__(self, path: Path | None, now: Callable[[], float] = time.time) -> None:
+        """``path``: the JSON file, None to remember nothing; ``now``: seconds since the epoch."""
         self._path = path
         self._now = now
-        try:
-            loaded = json.loads(path.read_text())
-        except (OSError, ValueError):
-            loaded = {}
-        self._digests: dict[str, str] = loaded if isinstance(loaded, dict) else {}
+        self._digests = {} if path is None else _load(path)
         self._fresh: dict[str, str] = {}
 
     def digest(self, path: Path) -> str:
@@ -60,11 +78,13 @@ class DigestCache:
 
     def save(self) -> None:
         """Write what is new, atomically, keeping what others wrote meanwhile."""
-        if not self._fresh:
+        if not self._fresh or self._path is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            merged = {**DigestCache(self._path)._digests, **self._fresh}
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_ours(self._path.parent.stat()):
+                return
+            merged = {**_load(self._path), **self._fresh}
             with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
                 try:
                     json.dump(merged, file)
@@ -76,6 +96,28 @@ class DigestCache:
         except OSError:
             return
         self._fresh = {}
+
+
+def _load(path: Path) -> dict[str, str]:
+    """What a cache's file holds; nothing where it cannot be read or trusted."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for place, status in ((path.parent, path.parent.stat()), (path, os.fstat(file.fileno()))):
+                if not _is_ours(status):
+                    log.warning(
+                        "%s belongs to another user or can be written to by others: digests of weights in it are not "
+                        "used, and weights are read at every start; `chown` it to this user and `chmod go-w` it",
+                        place,
+                    )
+                    return {}
+            loaded = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _read_digest(path: Path) -> str:

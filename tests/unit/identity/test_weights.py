@@ -3,8 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pwd
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,8 @@ from kvrelay.errors import ConfigError
 from kvrelay.identity import digests
 from kvrelay.identity.core.chunks import chain_seed, prompt_chunks
 from kvrelay.identity.core.namespace import namespace
-from kvrelay.identity.digests import DigestCache, default_cache_file
+from kvrelay.identity.digests import DigestCache, default_cache_file, stamp
 from kvrelay.identity.weights import CLOCKS_S, weights_identity
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LATER = 4e9
 """A clock long after every file was written."""
@@ -164,6 +162,51 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
 def test_the_cache_lies_where_xdg_says() -> None:
     assert str(default_cache_file({"XDG_CACHE_HOME": "/x"})) == "/x/kvrelay/weights.json"
     assert str(default_cache_file({"HOME": "/h"})) == "/h/.cache/kvrelay/weights.json"
+
+
+def test_without_a_home_in_the_environment_the_cache_is_in_the_users_own_or_nowhere(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert default_cache_file({}) == Path(home, ".cache", "kvrelay", "weights.json")
+
+    def nobody(_: int) -> pwd.struct_passwd:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert default_cache_file({}) is None
+    cache = DigestCache(None, now=lambda: LATER)
+    assert cache.digest(model / "model-00001-of-00002.safetensors") == cache.digest(
+        model / "model-00001-of-00002.safetensors"
+    )
+    cache.save()
+
+
+@pytest.mark.parametrize("forged", ["file", "directory"])
+def test_a_cache_that_others_can_write_to_is_neither_used_nor_written(
+    model: Path, cache_file: Path, forged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = model / "model-00001-of-00002.safetensors"
+    honest = DigestCache(None).digest(weights)
+    cache_file.parent.mkdir(mode=0o700)
+    cache_file.write_text(json.dumps({stamp(weights.stat()): "forged"}))
+    cache_file.chmod(0o600)
+    assert DigestCache(cache_file).digest(weights) == "forged"
+    (cache_file if forged == "file" else cache_file.parent).chmod(0o777)
+    cache = DigestCache(cache_file, now=lambda: LATER)
+    assert cache.digest(weights) == honest
+    assert "can be written to by others" in caplog.text
+    cache.save()
+    assert (honest in cache_file.read_text()) == (forged == "file")
+    assert "forged" not in cache_file.read_text() or forged == "directory"
+
+
+def test_a_cache_of_another_user_is_not_used(model: Path, cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = model / "model-00001-of-00002.safetensors"
+    cache_file.parent.mkdir(mode=0o700)
+    cache_file.write_text(json.dumps({stamp(weights.stat()): "forged"}))
+    monkeypatch.setattr(os, "getuid", lambda: cache_file.stat().st_uid + 1)
+    assert DigestCache(cache_file).digest(weights) != "forged"
 
 
 def test_the_name_of_given_weights_is_the_same_in_every_release(tmp_path: Path, cache_file: Path) -> None:
