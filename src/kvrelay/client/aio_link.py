@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+QUICK_TURNS, LOOK_S = 32, 0.0005
+"""How often it is looked at once whether bytes have arrived that no message tells of; and after that, how often."""
 LAST_STEPS = 16
 """Steps an operation may take to give back what it holds, once nobody waits for it."""
 
@@ -162,10 +164,12 @@ class AsyncLink(Connection):
     async def _wait_for(self, transfer: Transfer, timeout_s: float) -> None:
         self._flush()
         deadline = self._loop.time() + timeout_s
+        turns = 0
         while not transfer.finished():
             if self._loop.time() > deadline:
                 raise DeadlineError(f"bytes to or from {self.address} did not arrive within {timeout_s:g} s")
-            await asyncio.sleep(0)
+            turns += 1
+            await asyncio.sleep(0 if turns <= QUICK_TURNS else LOOK_S)
 
     async def _run(self, operation: Operation[T], *, timeout_s: float = TIMEOUT_S, extra_s: float = 0.0) -> T:
         timeout_s += allowed(extra_s)

@@ -31,18 +31,21 @@ class RunDir:
 
         Raises `ConfigError` when it cannot be made or another launcher uses it.
         """
-        self._created = path is None or not path.exists()
         self._folders: list[Path] = []
         try:
-            self.path = _fresh() if path is None else path.absolute()
+            self.path = chosen = _fresh() if path is None else path.absolute()
+        except OSError as error:
+            raise ConfigError(f"no directory for this run: {error}; choose a writable --run-dir") from None
+        try:
+            self._created = path is None or not chosen.exists()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (self.path / LOCK_FILE).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / IPC_DIR).mkdir(mode=0o700, exist_ok=True)
         except BlockingIOError:
-            raise ConfigError(f"run_dir = {path}: another `kvrelay up` uses it; choose another --run-dir") from None
+            raise ConfigError(f"run_dir = {chosen}: another `kvrelay up` uses it; choose another --run-dir") from None
         except OSError as error:
-            raise ConfigError(f"run_dir = {path}: {error.strerror}; choose a writable --run-dir") from None
+            raise ConfigError(f"run_dir = {chosen}: {error.strerror}; choose a writable --run-dir") from None
 
     def make(self, folders: Sequence[str]) -> None:
         """Make folders for what the run keeps; `clean` removes them."""
@@ -65,7 +68,10 @@ class RunDir:
 
 
 def _fresh() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    except RuntimeError:  # a container's user without a home
+        return Path(tempfile.mkdtemp(prefix="kvrelay-"))
     path = Path(state, "kvrelay", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     if len(str(path)) > LONGEST_RUN_DIR:
         return Path(tempfile.mkdtemp(prefix="kvrelay-"))

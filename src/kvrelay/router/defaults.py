@@ -100,8 +100,8 @@ class DefaultsDesk:
         asking = ask_defaults(model)
         question = next(asking)
         while True:
-            status, body = await self._engines.get(
-                engine, question.path, headers, timeout_s=ANSWER_S, posted=question.body
+            status, body = await self._engines.exchange(
+                engine, question.path, headers, timeout_s=ANSWER_S, body=question.body
             )
             if status == 401:
                 raise _KeyRefusedError

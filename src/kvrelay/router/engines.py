@@ -234,44 +234,32 @@ class Engines:
         Raises:
             EngineError: it did not answer in time.
         """
-        return (await self.get(engine, path, [], timeout_s=timeout_s))[0]
+        return (await self.exchange(engine, path, [], timeout_s=timeout_s))[0]
 
-    async def get(
-        self, engine: Engine, path: str, headers: Headers, *, timeout_s: float, posted: bytes = b""
+    async def exchange(
+        self,
+        engine: Engine,
+        path: str,
+        headers: Headers,
+        *,
+        body: bytes = b"",
+        limit_bytes: int = MAX_PROBE_BYTES,
+        timeout_s: float,
     ) -> tuple[int, bytes]:
-        """GET ``path`` and return the status and the body. Counts neither for nor against the engine.
+        """GET ``path``, or POST the JSON ``body`` there; the status and the answer's body.
 
-        ``posted``: JSON to POST there instead.
-
-        Raises:
-            EngineError: it did not answer in time.
-        """
-        address, rules = engine.address, self.header_rules
-        headers = [header for header in headers if rules is None or rules.passes(header[0])]
-        method = "POST" if posted else "GET"
-        line = f"{method} {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
-        if posted:
-            headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(posted))]
-        call = await self._client(engine).open((line + render(headers) + b"\r\n" + posted,), timeout_s=timeout_s)
-        try:
-            body = await call.read(limit_bytes=MAX_PROBE_BYTES, timeout_s=timeout_s)
-        finally:
-            call.close()
-        return call.status, body
-
-    async def post(
-        self, engine: Engine, path: str, headers: Headers, body: bytes, *, limit_bytes: int, timeout_s: float
-    ) -> tuple[int, bytes]:
-        """POST JSON to ``path`` and return the status and the body. Counts neither for nor against the engine.
+        Counts neither for nor against the engine.
 
         Raises:
             EngineError: it did not answer in time, or with more than ``limit_bytes``.
         """
         address, rules = engine.address, self.header_rules
         headers = [header for header in headers if rules is None or rules.passes(header[0])]
-        line = f"POST {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
-        framing = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-        call = await self._client(engine).open((line + render(headers) + framing + body,), timeout_s=timeout_s)
+        if body:
+            headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        method = "POST" if body else "GET"
+        line = f"{method} {address.base}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode()
+        call = await self._client(engine).open((line + render(headers) + b"\r\n" + body,), timeout_s=timeout_s)
         try:
             answer = await call.read(limit_bytes=limit_bytes, timeout_s=timeout_s)
         finally:

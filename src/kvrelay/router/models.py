@@ -98,7 +98,7 @@ class Catalogue:
 
     async def _fetch(self, engine: Engine, request: Request) -> dict[str, Raw] | None:
         try:
-            status, body = await self._engines.get(engine, PATH, key_of(request), timeout_s=TIMEOUT_S)
+            status, body = await self._engines.exchange(engine, PATH, key_of(request), timeout_s=TIMEOUT_S)
         except EngineError:
             return None
         return read_cards(body) if status == 200 else None

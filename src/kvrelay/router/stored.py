@@ -43,7 +43,7 @@ async def find_holder(engines: Engines, name: str, request: Request) -> Engine |
 async def _has(engines: Engines, engine: Engine, name: str, request: Request) -> bool | None:
     """Whether it has the response; None if it does not say."""
     try:
-        status, _ = await engines.get(engine, f"/v1/responses/{name}", key_of(request), timeout_s=TIMEOUT_S)
+        status, _ = await engines.exchange(engine, f"/v1/responses/{name}", key_of(request), timeout_s=TIMEOUT_S)
     except EngineError:
         return None
     return None if status >= 500 else status == 200

@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvrelay.cli import up_commands
-from kvrelay.launch import host
+from kvrelay.errors import ConfigError
+from kvrelay.launch import host, rundir
 from kvrelay.launch.core.config import resolve
 from kvrelay.launch.core.plan import make_plan
 from kvrelay.launch.core.settings import UpSettings
@@ -21,7 +23,6 @@ from kvrelay.launch.rundir import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -292,3 +293,25 @@ def test_folders_of_a_run_go_with_it_and_those_that_were_there_before_too(tmp_pa
     (folder / "object").touch()
     run_dir.clean([], keep_logs=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_was_chosen_and_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(rundir, "LONGEST_RUN_DIR", 4096)
+    with pytest.raises(ConfigError, match=rf"run_dir = {tmp_path}/state/kvrelay/[\d-]+: Not a directory"):
+        RunDir(None)
+
+
+def test_a_user_without_a_home_gets_a_directory_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    run_dir = RunDir(None)
+    assert run_dir.path.name.startswith("kvrelay-")
+    run_dir.clean([], keep_logs=False)

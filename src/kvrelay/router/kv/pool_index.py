@@ -95,7 +95,7 @@ class PoolIndex:
             if engine is None:
                 return False
             try:
-                status, body = await self._engines.get(engine, PATH, key_of(request), timeout_s=MODELS_TIMEOUT_S)
+                status, body = await self._engines.exchange(engine, PATH, key_of(request), timeout_s=MODELS_TIMEOUT_S)
                 cards = _decode_cards(body).data if status == 200 else []
             except (KvRelayError, msgspec.MsgspecError) as error:
                 logger.debug("%s: %s: %s", engine.name, PATH, error)

@@ -163,8 +163,13 @@ class TokenFinder:
         self._open += 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                status, answer = await self._engines.post(
-                    engine, "/tokenize", key_of(request), asked, limit_bytes=MAX_ANSWER_BYTES, timeout_s=self._timeout_s
+                status, answer = await self._engines.exchange(
+                    engine,
+                    "/tokenize",
+                    key_of(request),
+                    body=asked,
+                    limit_bytes=MAX_ANSWER_BYTES,
+                    timeout_s=self._timeout_s,
                 )
             ids = answered_ids(answer) if status == 200 else None
         except (KvRelayError, TimeoutError) as error:
