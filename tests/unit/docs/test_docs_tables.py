@@ -29,8 +29,9 @@ from kvrelay.router.admin.app import make_app as make_router_app
 from kvrelay.router.core import paths
 from kvrelay.router.core.admission.keys import Key
 from kvrelay.router.core.legs import OUTPUT_ONLY, OUTPUT_ONLY_OF, Endpoint
-from kvrelay.router.core.lifecycle import TIMESTAMPS
+from kvrelay.router.core.lifecycle import TIMESTAMPS, Lifecycle
 from kvrelay.router.core.paths import Route, route
+from kvrelay.router.core.records import Record
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.counting import Counter, Family
 from kvrelay.router.errors import EngineError
@@ -196,6 +197,8 @@ def test_reasons_and_proofs(tables: Tables) -> None:
     assert tables.names("docs/connector.md", "Reasons") == [str(reason) for reason in Reason if reason]
     assert tables.names("docs/life-of-a-request.md", "The proof") == list(Proof.__struct_fields__)
     assert tables.names("docs/life-of-a-request.md", "States and timestamps") == list(TIMESTAMPS)
+    record = Record(Lifecycle("ho-1", 0.0)).view()
+    assert [plain(row[0]) for row in tables.rows("docs/life-of-a-request.md", "The record")] == list(record)
 
 
 def test_errors_of_the_pool(tables: Tables) -> None:
