@@ -3,9 +3,10 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
+PYTHON_H = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))")
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-dev demo up test test-fast test-gpu test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz fuzz-http peers peers-router ci clean
+.PHONY: help system setup setup-dev demo up test test-fast test-gpu test-native-sanitized test-matrix check fmt bench bench-pool bench-handoff bench-router soak fuzz fuzz-http peers peers-router ci clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -64,14 +65,29 @@ test-fast: setup-dev ## everything that needs no vLLM
 test-gpu: ## what needs a CUDA device, on a machine that has one and vLLM with CUDA (PYTHON: of that environment)
 	$(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
+# The native module of a copy of the package, so that the one in src stays as it is. What Python itself leaves allocated at
+# its end is no leak of ours.
+SANITIZED := build/sanitized
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+test-native-sanitized: setup-dev ## the native module's tests, under AddressSanitizer and UBSan (needs gcc)
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src/kvrelay $(SANITIZED)/ && rm -f $(SANITIZED)/kvrelay/_native*.so
+	CC=gcc CFLAGS="$(SANITIZERS) -g -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build_ext \
+		--build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
+	env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZED) $(BIN)/python -c "from kvrelay.native import native; assert native, 'not built'; \
+		import sys, pytest; sys.exit(pytest.main(['tests/unit/native', *sys.argv[1:]]))" $(ARGS)
+
 test-matrix: setup ## every topology and kind of model on real vLLM, one stack after the other (over an hour)
 	$(BIN)/pytest -m matrix tests/e2e $(ARGS)
 
-check: setup-dev ## format, lint, types, import contracts
+check: setup-dev ## format, lint, types, import contracts, warnings of the C compiler
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@if [ -z "$$(command -v $(CC))" ] || [ ! -f "$(PYTHON_H)/Python.h" ]; then echo "src/native is not checked: a C compiler or Python.h is missing"; \
+	else echo "$(CC) -Wall -Wextra -Werror src/native/*.c"; \
+		$(CC) -std=gnu11 -Wall -Wextra -Werror -fsyntax-only -DKVRELAY_INTERFACE=0 -I"$(PYTHON_H)" src/native/*.c; fi
 
 fmt: setup-dev ## format and apply safe fixes
 	$(BIN)/ruff format .

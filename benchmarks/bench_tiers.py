@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 
 from kvrelay.bench.report import closing_line, percentile
 from kvrelay.client.blocking import PoolClient
+from kvrelay.pool.tiers.core.tier import Item, Outcome, Shape, tier_key
 from kvrelay.pool.tiers.disk import DiskTier
 from kvrelay.pool.tiers.folder import FolderTier
-from kvrelay.pool.tiers.tier import Item, Outcome, Shape, tier_key
 from kvrelay.testing.pool import pool_process
 from kvrelay.transport.checksum import checksum
 
 if TYPE_CHECKING:
-    from kvrelay.pool.tiers.tier import Tier
+    from kvrelay.pool.tiers.core.tier import Tier
 
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 BATCH_BYTES = 8 << 20

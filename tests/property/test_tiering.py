@@ -17,7 +17,7 @@ from kvrelay.pool.core.catalog import Catalog
 from kvrelay.pool.core.row import State
 from kvrelay.pool.core.tiering import Tiering, TierRules
 from kvrelay.pool.tiers.core.orders import Copy, Find, Form, Load, Name, Order, Purge, Remove, Store
-from kvrelay.pool.tiers.tier import Loaded, Outcome
+from kvrelay.pool.tiers.core.tier import Loaded, Outcome
 
 if TYPE_CHECKING:
     from kvrelay.pool.tiers.core.seeking import Seek

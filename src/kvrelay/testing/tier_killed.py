@@ -14,15 +14,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.pool.tiers.core.tier import Outcome
 from kvrelay.pool.tiers.disk import DiskTier
 from kvrelay.pool.tiers.folder import FolderTier
-from kvrelay.pool.tiers.tier import Outcome
 from kvrelay.testing.tier_media import item
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvrelay.pool.tiers.tier import Item, Tier
+    from kvrelay.pool.tiers.core.tier import Item, Tier
 
 COUNT = 24
 MOST_STEPS = 2_000

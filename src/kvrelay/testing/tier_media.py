@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import boto3
 
+from kvrelay.pool.tiers.core.tier import Item, Outcome, Shape, tier_key
 from kvrelay.pool.tiers.disk import DiskTier
 from kvrelay.pool.tiers.folder import FolderTier
 from kvrelay.pool.tiers.record import pack_head
 from kvrelay.pool.tiers.s3 import S3Tier
-from kvrelay.pool.tiers.tier import Item, Outcome, Shape, tier_key
 from kvrelay.testing.s3_server import CREDENTIALS
 from kvrelay.transport.checksum import checksum
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvrelay.pool.tiers.core.tier import Loaded, Tier
     from kvrelay.pool.tiers.guard import Guard
-    from kvrelay.pool.tiers.tier import Loaded, Tier
     from kvrelay.testing.s3_server import S3Server
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from kvrelay.testing.tier_media import DiskMedium, FailingDisk, FolderMedium, S3
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvrelay.pool.tiers.tier import Tier
+    from kvrelay.pool.tiers.core.tier import Tier
     from kvrelay.testing.tier_media import Medium
 
 

@@ -1,4 +1,4 @@
-"""What every tier keeps of the contract in `kvrelay.pool.tiers.tier`."""
+"""What every tier keeps of the contract in `kvrelay.pool.tiers.core.tier`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvrelay.pool.tiers.tier import Loaded, Outcome, tier_key
+from kvrelay.pool.tiers.core.tier import Loaded, Outcome, tier_key
 from kvrelay.testing.tier_media import MIB, item, load, outcomes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvrelay.pool.tiers.tier import Tier
+    from kvrelay.pool.tiers.core.tier import Tier
     from kvrelay.testing.tier_media import Medium
 
 

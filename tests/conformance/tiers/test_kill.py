@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvrelay.pool.tiers.tier import Outcome
+from kvrelay.pool.tiers.core.tier import Outcome
 from kvrelay.testing.tier_killed import DELETED, objects
 from kvrelay.testing.tier_media import DiskMedium, FolderMedium, load
 

@@ -11,11 +11,11 @@ import pytest
 
 from kvrelay.circuit import Circuit
 from kvrelay.errors import ConfigError
+from kvrelay.pool.tiers.core.tier import Outcome
 from kvrelay.pool.tiers.disk import DiskTier
 from kvrelay.pool.tiers.folder import FolderTier
 from kvrelay.pool.tiers.guard import Guard
 from kvrelay.pool.tiers.s3 import S3Tier
-from kvrelay.pool.tiers.tier import Outcome
 from kvrelay.testing.tier_media import (
     MIB,
     DiskMedium,

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.pool.core.tiering import Tiering, TierRules
 from kvrelay.pool.tiers.core.orders import Store
-from kvrelay.pool.tiers.tier import Outcome
+from kvrelay.pool.tiers.core.tier import Outcome
 from kvrelay.testing.catalogs import CATALOGS
 
 if TYPE_CHECKING:

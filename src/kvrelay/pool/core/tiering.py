@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvrelay.pool.core.catalog import Catalog
     from kvrelay.pool.tiers.core.orders import Form
-    from kvrelay.pool.tiers.tier import Loaded, Outcome
+    from kvrelay.pool.tiers.core.tier import Loaded, Outcome
 
 __all__ = ["TierRules", "Tiering"]
 

@@ -9,7 +9,7 @@ from kvrelay.pool.tiers.index import SLOT_BITS, Place
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvrelay.pool.tiers.tier import Shape
+    from kvrelay.pool.tiers.core.tier import Shape
 
 SPARSE = 0.25
 """A region with less than this share of it alive is dropped before older ones."""

@@ -19,7 +19,7 @@ from kvrelay.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvrelay.pool.tiers.tier import Tier
+    from kvrelay.pool.tiers.core.tier import Tier
 
 FLAG_FORM = "disk:PATH:SIZE, folder:PATH, folder:PATH:SIZE or s3://BUCKET/PREFIX"
 _FIELDS = {

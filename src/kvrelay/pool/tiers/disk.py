@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError
 from kvrelay.pool.tiers.books import Record, Region, victim
+from kvrelay.pool.tiers.core.tier import MOST_EVICTED, Loaded, Outcome, Usage, tier_key
 from kvrelay.pool.tiers.directory import Identity, claim, lock
 from kvrelay.pool.tiers.index import SLOT_BITS, BrokenIndexError, Index
 from kvrelay.pool.tiers.record import DamagedError, pack_head, parse_head, proven_sums
 from kvrelay.pool.tiers.regions import Regions, read_fully
-from kvrelay.pool.tiers.tier import MOST_EVICTED, Loaded, Outcome, Usage, tier_key
 from kvrelay.transport.checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from kvrelay.pool.tiers.core.tier import Item, Shape
     from kvrelay.pool.tiers.index import Place
-    from kvrelay.pool.tiers.tier import Item, Shape
 
 log = logging.getLogger(__name__)
 

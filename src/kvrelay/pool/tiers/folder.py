@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError
+from kvrelay.pool.tiers.core.tier import MOST_EVICTED, Loaded, Outcome, Shape, Usage
 from kvrelay.pool.tiers.directory import IDENTITY as MARKER
 from kvrelay.pool.tiers.directory import Identity, claim
 from kvrelay.pool.tiers.naming import SUFFIX, object_path, tenant_prefix
 from kvrelay.pool.tiers.record import HEAD_READ_BYTES, DamagedError, Head, pack_head, parse_head, proven_sums
 from kvrelay.pool.tiers.regions import read_fully, write_fully
-from kvrelay.pool.tiers.tier import MOST_EVICTED, Loaded, Outcome, Shape, Usage
 from kvrelay.transport.checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvrelay.pool.tiers.tier import Item
+    from kvrelay.pool.tiers.core.tier import Item
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 from kvrelay.circuit import Circuit, State
 from kvrelay.pool.tiers.core.bucket import TokenBucket
 from kvrelay.pool.tiers.core.figures import Figures
-from kvrelay.pool.tiers.tier import Loaded, Outcome, Usage
+from kvrelay.pool.tiers.core.tier import Loaded, Outcome, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvrelay.pool.tiers.tier import Item, Shape, Tier
+    from kvrelay.pool.tiers.core.tier import Item, Shape, Tier
 
 log = logging.getLogger(__name__)
 

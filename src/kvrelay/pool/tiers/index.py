@@ -14,7 +14,7 @@ import sqlite3
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvrelay.pool.tiers.tier import Shape
+from kvrelay.pool.tiers.core.tier import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvrelay.pool.tiers.tier import split_tier_key
+from kvrelay.pool.tiers.core.tier import split_tier_key
 
 SUFFIX = ".kv"
 

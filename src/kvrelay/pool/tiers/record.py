@@ -13,12 +13,12 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvrelay.pool.tiers.tier import MAX_TIER_KEY_BYTES, Shape
+from kvrelay.pool.tiers.core.tier import MAX_TIER_KEY_BYTES, Shape
 from kvrelay.transport.checksum import checksum, segment_sums
 from kvrelay.wire.limits import MAX_OBJECT_BYTES, MAX_SEGMENTS
 
 if TYPE_CHECKING:
-    from kvrelay.pool.tiers.tier import Item
+    from kvrelay.pool.tiers.core.tier import Item
 
 MAGIC = b"KVRLYOB1"
 _FIXED = struct.Struct("<8sIHHIIQdQ")

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrelay.errors import ConfigError
 from kvrelay.hosts import split_url
+from kvrelay.pool.tiers.core.tier import Loaded, Outcome, Shape, Usage
 from kvrelay.pool.tiers.naming import SUFFIX, object_path, tenant_prefix
 from kvrelay.pool.tiers.record import HEAD_READ_BYTES, DamagedError, Head, pack_head, parse_head, proven_sums
-from kvrelay.pool.tiers.tier import Loaded, Outcome, Shape, Usage
 from kvrelay.transport.checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvrelay.pool.tiers.tier import Item
+    from kvrelay.pool.tiers.core.tier import Item
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from kvrelay.pool.core.tiering import Tiering, TierRules
 from kvrelay.pool.tiers.config import Fill
 from kvrelay.pool.tiers.core.orders import Find, Form, Load, Name, Purge, Remove, Store
+from kvrelay.pool.tiers.core.tier import Item, Loaded, Outcome, Shape, split_tier_key, tier_key
 from kvrelay.pool.tiers.states import tier_state
-from kvrelay.pool.tiers.tier import Item, Loaded, Outcome, Shape, split_tier_key, tier_key
 from kvrelay.transport.checksum import segment_sums
 
 if TYPE_CHECKING:

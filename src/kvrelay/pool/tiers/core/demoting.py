@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvrelay.pool.core.row import State
 from kvrelay.pool.tiers.core.orders import Copy, Form, Name, Store
-from kvrelay.pool.tiers.tier import Outcome
+from kvrelay.pool.tiers.core.tier import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvrelay.pool.core.row import State
 from kvrelay.pool.tiers.core.orders import Copy, Find, Form, Load, Name
-from kvrelay.pool.tiers.tier import Loaded, Outcome
+from kvrelay.pool.tiers.core.tier import Loaded, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
