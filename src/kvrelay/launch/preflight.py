@@ -145,7 +145,7 @@ def _is_eager(role: RoleSettings) -> bool:
 def _check_memory(settings: UpSettings, *, cpu: bool) -> Iterator[str]:
     parts: dict[str, int] = {}
     if settings.profile and settings.profile.uses_pool:
-        pools = settings.prefill.count if settings.profile.pool is Pool.EMBEDDED else 1
+        pools = max(1, settings.prefill.count) if settings.profile.pool is Pool.EMBEDDED else 1
         parts["pool" if pools == 1 else f"{pools} pools"] = pools * settings.pool.size
     if cpu:
         for name in ("prefill", "decode"):

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.errors import ConfigError
 from kvrelay.launch.core.config import resolve
 from kvrelay.launch.core.placement import bind_cores, give_devices
-from kvrelay.launch.core.plan import HostFacts, Plan, ProcessSpec, make_plan, ports_needed
+from kvrelay.launch.core.plan import MAX_SOCKET_PATH, HostFacts, Plan, ProcessSpec, make_plan, ports_needed
 
 if TYPE_CHECKING:
     from kvrelay.launch.core.settings import UpSettings
@@ -242,6 +242,13 @@ def test_sockets_of_vllm_go_into_the_run_directory_when_their_paths_fit() -> Non
 def test_a_run_directory_too_long_for_the_pools_socket_is_refused() -> None:
     with pytest.raises(ConfigError, match="give a shorter --run-dir"):
         plan_of(run_dir="/r" * 60)
+
+
+def test_the_longest_of_several_pools_sockets_counts() -> None:
+    run_dir = "/" + "r" * (MAX_SOCKET_PATH - len("/ipc/pool.sock") - 1)
+    assert plan_of({"connector": "direct"}, run_dir=run_dir).pools
+    with pytest.raises(ConfigError, match="give a shorter --run-dir"):
+        plan_of({"connector": "direct", "prefill.count": "2"}, run_dir=run_dir)
 
 
 def test_an_ipv6_endpoint_is_bracketed() -> None:

@@ -131,7 +131,8 @@ class _Planner:
     def plan(self) -> Plan:
         profile = self._settings.profile
         publish = any(kv_events.publishes(self._settings, name) for name, _ in self._roles)
-        if profile and (profile.uses_pool or publish) and len(self._pool_socket) > MAX_SOCKET_PATH:
+        longest = max(map(len, [self._pool_socket, *(address[len("unix:") :] for address in self._pools.values())]))
+        if profile and (profile.uses_pool or publish) and longest > MAX_SOCKET_PATH:
             raise ConfigError(
                 f"run_dir = {self._facts.run_dir}: too long: a UNIX socket's path has at most {MAX_SOCKET_PATH} bytes; "
                 "give a shorter --run-dir"
