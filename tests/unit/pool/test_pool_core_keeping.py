@@ -371,6 +371,24 @@ def test_what_a_batch_finds_there_neither_needs_room_nor_makes_it() -> None:
     assert set(states[6:]) == {Stored.STORED}
 
 
+@pytest.mark.parametrize("ticket", [None, "hand-over"])
+def test_what_is_announced_takes_the_place_of_what_is_below_too(ticket: str | None) -> None:
+    d = Driver(pages=8)
+    d.core.attach(Below(d))
+    d.put(2, *names(8))
+    _, rows = d.core.catalog.lookup(0, names(8))
+    for row in memoryview(rows).cast("I")[4:]:
+        d.core.catalog.mark_clean(row, True)
+    d.ask(2, m.OpenTicket(0, "hand-over", 60.0), m.Done)
+    specs = [m.Spec(b"new", PAGE, 2, 2), m.Spec(names(8)[7], PAGE), m.Spec(b"too", PAGE, 2, 2)]
+    announced = d.ask(2, m.Announce(0, "g", specs, 60.0, ticket), m.Announced)
+    assert [grant.state for grant in announced.grants] == ["granted", "sealed", "granted"]
+    there = d.there(2, *names(8))
+    assert (there[:4], sum(there), there[7]) == ([True] * 4, 6, True)
+    stats = d.core.stats()
+    assert (stats["lost"], stats["evicted_for_room"]) == (0, 2)
+
+
 # --- draining, purging, listing ---
 
 

@@ -17,7 +17,7 @@ from kvrelay.wire import messages as m
 from kvrelay.wire.bulk import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvrelay.pool.core.desk import Connection, Desk, Timer
     from kvrelay.pool.core.lower import Seeking
@@ -117,7 +117,8 @@ class Bulk:
     def _reserve(self, conn: Connection, request: m.Put | m.Room) -> tuple[bytes, str, bytes, bytes, bytes]:
         """States, why some are full, offsets, and of those begun: rows, and the sizes' column cut down to them."""
         self._desk.check_open()
-        self._make_room(conn.tenant, request)
+        if len(request.sizes) == 8 * len(request.keys):  # else `reserve` says what is wrong
+            self.make_room(conn.tenant, request.keys, memoryview(request.sizes).cast("Q"))
         try:
             states, rows, offsets = self._catalog.reserve(conn.tenant, request.keys, request.sizes)
         except ValueError as error:
@@ -137,16 +138,14 @@ class Bulk:
         chosen = [state == Stored.STORED for state in states]
         return states, why, offsets, _chosen("I", rows, chosen), _chosen("Q", request.sizes, chosen)
 
-    def _make_room(self, tenant: int, request: m.Put | m.Room) -> None:
-        """With lower tiers, evict what is not lost with it, as far as what is new here needs room."""
-        sizes = memoryview(request.sizes)
-        if self._seeking.lower is None or len(sizes) != 8 * len(request.keys):
-            return  # `reserve` says what is wrong
-        sizes = sizes.cast("Q")
+    def make_room(self, tenant: int, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """With lower tiers, evict what is not lost with it, as far as what is new of these needs room."""
+        if self._seeking.lower is None:
+            return
         over = self._upkeep.quotas.over(tenant, sum(sizes), len(sizes))
         if (sum(sizes) <= self._catalog.free_bytes and not over) or max(sizes) > limits.MAX_OBJECT_BYTES:
             return
-        states, rows = self._catalog.lookup(tenant, request.keys)
+        states, rows = self._catalog.lookup(tenant, keys)
         there = array("I", itertools.compress(memoryview(rows).cast("I"), states)).tobytes()
         self._store.pin_rows(there)
         new = list(itertools.compress(sizes, (state == State.FREE for state in states)))

@@ -99,6 +99,8 @@ class Writing:
         self._desk.hold(conn, ANNOUNCED_WEIGHT * len(request.objects))
         before = len(conn.announced)
         ticket = self._tickets.get(conn, request.ticket)
+        keys, sizes = [spec.key for spec in request.objects], [spec.size for spec in request.objects]
+        self._bulk.make_room(conn.tenant, keys, sizes)
         deadline = now + request.lease_s
         grants: list[m.Grant] = []
         touched: list[int] = []
