@@ -7,7 +7,6 @@ leader only when the socket would not take all of it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -37,6 +36,8 @@ class Lead:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
+        self._events = 0
+        """What the socket is watched for."""
 
     def start(self, ask: Ask, *, more: bool = False) -> Call:
         """Send a request, as much of it as the socket takes now; with the next one, if there is ``more``.
@@ -92,26 +93,47 @@ class Lead:
     def _pump(self, call: Call, deadline: float) -> bool:
         while True:
             with self._turn:
-                try:
-                    sent = self._stream.flush()
-                    if not self._stream.receive():
-                        raise PoolUnavailableError(f"the pool at {self._peer} closed the connection")
-                except KvRelayError as error:
-                    self._end(error)
-                if self._following:
-                    self._turn.notify_all()
-                if call.finished:
-                    return True
-                fd = self._stream.fileno()
-                if fd < 0:
-                    return False  # it was closed before this call was made
-                self._poll.register(fd, select.POLLIN | (0 if sent else select.POLLOUT))
+                waiting = self._watch() and not call.finished
+            if not waiting:
+                return call.finished
             left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            for ready, _ in self._poll.poll(left * 1000):
+            readable = False
+            for ready, events in self._poll.poll(max(0.0, left) * 1000):
                 if ready == self._wake:
                     os.eventfd_read(self._wake)
+                else:
+                    readable = events != select.POLLOUT
+            with self._turn:
+                if readable:
+                    self._receive()
+                    if self._following:
+                        self._turn.notify_all()
+                if call.finished:
+                    return True
+            if left <= 0:
+                return False
+
+    def _watch(self) -> bool:
+        """Send what there is to send, and watch the socket; False: it is closed."""
+        try:
+            events = select.POLLIN if self._stream.flush() else select.POLLIN | select.POLLOUT
+        except KvRelayError as error:
+            self._end(error)
+            return False
+        fd = self._stream.fileno()
+        if fd < 0:
+            return False
+        if events != self._events:
+            self._poll.register(fd, events)
+            self._events = events
+        return True
+
+    def _receive(self) -> None:
+        try:
+            if not self._stream.receive(until_empty=False):
+                raise PoolUnavailableError(f"the pool at {self._peer} closed the connection")
+        except KvRelayError as error:
+            self._end(error)
 
     def end(self, error: KvRelayError) -> None:
         """End the connection: every call without an answer fails with ``error``. May be called twice."""
@@ -122,9 +144,9 @@ class Lead:
 
     def _end(self, error: KvRelayError) -> None:
         fd = self._stream.fileno()
-        if fd >= 0:
-            with contextlib.suppress(KeyError):
-                self._poll.unregister(fd)
+        if fd >= 0 and self._events:
+            self._poll.unregister(fd)
+            self._events = 0
         self._session.close(error)
         self._stream.close()
         self._turn.notify_all()

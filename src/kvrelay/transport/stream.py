@@ -30,6 +30,10 @@ M = TypeVar("M", bound=Message)
 M_contra = TypeVar("M_contra", bound=Message, contravariant=True)
 
 SCRATCH_BYTES = 64 << 10
+HEAD_BYTES = 16 << 10
+"""What is received of a message whose size is not known: what comes of its payload with it is copied once more."""
+REST_BYTES = 64 << 10
+"""A payload that ends so soon behind a bound is moved whole: a turn, or a wake-up, of its own would cost more."""
 MAX_TOGETHER = 64
 """Small frames sent by one system call."""
 LOCAL_BUFFER_BYTES = 512 << 10
@@ -141,6 +145,8 @@ class Stream(Generic[M]):
         self._handler: Handler[M] = handler
         self._outgoing: deque[_Outgoing] = deque()
         self._scratch = memoryview(bytearray(SCRATCH_BYTES)) if scratch is None else scratch
+        self._loose_bytes = 0
+        """Of what was received last, those of a payload that came with its message."""
         self._incoming: M | None = None
         self._payload: Payload | None = None
         self.sated = False
@@ -197,7 +203,7 @@ class Stream(Generic[M]):
         self.queued_message_bytes += len(head)
 
     def flush(self, max_bytes: int = 1 << 62) -> bool:
-        """Send as much as the socket takes, up to about ``max_bytes``; whether nothing is left.
+        """Send as much as the socket takes, up to about ``max_bytes`` (`REST_BYTES`); whether nothing is left.
 
         Raises:
             PoolUnavailableError: the peer is gone.
@@ -210,9 +216,10 @@ class Stream(Generic[M]):
                     self._sent(sent)
                     max_bytes -= sent
                     continue
-                sent = payloads.move(first.payload, self.sock, max_bytes)
+                bound = _bound(first.payload, max_bytes)
+                sent = payloads.move(first.payload, self.sock, bound)
                 self._sent(sent, moved=True)
-                if sent < max_bytes and first.payload.left:
+                if sent < bound and first.payload.left:
                     return False  # the socket takes no more
                 max_bytes -= sent
         except (BlockingIOError, InterruptedError):
@@ -266,11 +273,13 @@ class Stream(Generic[M]):
             if moved:
                 return
 
-    def receive(self, max_bytes: int = 8 << 20) -> bool:
-        """Read what is there, up to about ``max_bytes``, and hand it on; False when the peer has closed.
+    def receive(self, max_bytes: int = 8 << 20, *, until_empty: bool = True) -> bool:
+        """Read what is there, up to about ``max_bytes`` (`REST_BYTES`), and hand it on; False when the peer has closed.
 
         Bytes of messages count `MESSAGE_COST` times, those of payloads once. `sated` tells whether it stopped for the
-        bound: there may be more then, and an event loop that saw the connection break wakes for it only once.
+        bound: there may be more then, and an event loop that saw the connection break wakes for it only once. For such
+        a loop it reads until the socket says that it has no more, since the end of the connection may be behind a short
+        read; without ``until_empty``, for who polls again, a short read is enough.
 
         Raises:
             PoolUnavailableError: the connection broke.
@@ -280,15 +289,22 @@ class Stream(Generic[M]):
         while (max_bytes > 0 or self._pending()) and not self.paused and self.sock.fileno() >= 0:
             try:
                 payload = self._payload
-                got = self._receive_scratch() if payload is None else self._receive_payload(payload, max(max_bytes, 1))
+                if payload is None:
+                    asked = self._scratch_bytes
+                    got = self._receive_scratch(asked)
+                    max_bytes -= MESSAGE_COST * (got - self._loose_bytes) + self._loose_bytes
+                else:
+                    asked = min(_bound(payload, max(max_bytes, 1)), payload.left)
+                    got = self._receive_payload(payload, asked)
+                    max_bytes -= got
             except (BlockingIOError, InterruptedError):
                 return True
             except OSError as error:
                 raise PoolUnavailableError(f"connection lost while receiving: {error}") from error
             if not got:
                 return False
-            # Read on until the socket says that it has no more: the end of the connection may be behind a short read.
-            max_bytes -= MESSAGE_COST * got if payload is None else got
+            if got < asked and not until_empty and not self._pending():
+                return True
         self.sated = max_bytes <= 0
         return True
 
@@ -305,17 +321,24 @@ class Stream(Generic[M]):
             self._dispatch()
         return got
 
-    def _receive_scratch(self) -> int:
+    @property
+    def _scratch_bytes(self) -> int:
+        """How much to receive of messages: all that is missing of one whose size is known."""
+        return min(max(self._decoder.missing, HEAD_BYTES), SCRATCH_BYTES)
+
+    def _receive_scratch(self, max_bytes: int) -> int:
+        self._loose_bytes = 0
+        scratch = self._scratch[:max_bytes]
         if self._accept_fds:
-            got, ancillary, _, _ = self.sock.recvmsg_into([self._scratch], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+            got, ancillary, _, _ = self.sock.recvmsg_into([scratch], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
             for level, kind, data in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     whole = len(data) - len(data) % 4
                     self.received_fds += memoryview(data)[:whole].cast("i").tolist()
         else:
-            got = self.sock.recv_into(self._scratch)
+            got = self.sock.recv_into(scratch)
         if got:
-            self._decoder.feed(self._scratch[:got])
+            self._decoder.feed(scratch[:got])
             self._dispatch()
         return got
 
@@ -346,7 +369,9 @@ class Stream(Generic[M]):
         """Move payload bytes that arrived with the message; whether the payload is complete."""
         assert self._payload is not None
         while self._payload.left and self._decoder.buffered:
-            self._payload.fill(self._scratch[: self._decoder.take(self._scratch)])
+            taken = self._decoder.take(self._scratch)
+            self._payload.fill(self._scratch[:taken])
+            self._loose_bytes += taken
         return self._finish_payload()
 
     def _finish_payload(self) -> bool:
@@ -375,6 +400,11 @@ class Stream(Generic[M]):
         for fd in self.received_fds:
             os.close(fd)
         self.received_fds = []
+
+
+def _bound(payload: Payload, max_bytes: int) -> int:
+    """How much of a payload to move where about ``max_bytes`` may be."""
+    return max_bytes if payload.left > max_bytes + REST_BYTES else max(max_bytes, payload.left)
 
 
 def _is_loopback(sock: socket.socket | TlsSocket) -> bool:

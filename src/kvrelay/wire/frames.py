@@ -113,6 +113,11 @@ class FrameDecoder(Generic[M]):
         """Bytes fed and not consumed yet."""
         return len(self._buffer) - self._start
 
+    @property
+    def missing(self) -> int:
+        """Bytes to come of a message whose header is there; 0 if there is none."""
+        return 0 if self._body_bytes is None else self._body_bytes - self.buffered
+
     def next(self) -> Frame[M] | None:
         """The next message, or None until more is fed.
 

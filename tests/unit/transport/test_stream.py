@@ -15,7 +15,7 @@ from kvrelay.errors import PoolUnavailableError, ProtocolError
 from kvrelay.native import native
 from kvrelay.transport import payload as payloads
 from kvrelay.transport.pure_payload import PurePayload
-from kvrelay.transport.stream import LOCAL_BUFFER_BYTES, MESSAGE_COST, SCRATCH_BYTES, Stream
+from kvrelay.transport.stream import HEAD_BYTES, LOCAL_BUFFER_BYTES, MESSAGE_COST, REST_BYTES, SCRATCH_BYTES, Stream
 from kvrelay.wire import messages as m
 from kvrelay.wire.frames import FrameDecoder, encode
 
@@ -276,3 +276,35 @@ def test_the_end_behind_a_short_read_is_seen_in_the_same_turn(pair: Pair) -> Non
     pair.far.sendall(bytes(SCRATCH_BYTES))
     pair.far.close()
     assert not pair.stream.receive()
+
+
+def test_a_short_read_is_enough_for_who_polls_again(pair: Pair) -> None:
+    """1. A message arrives. 2. The peer is gone. 3. The first look takes the message, the second sees the end."""
+    pair.far.sendall(encode(m.Stat(1)))
+    pair.far.close()
+    assert pair.stream.receive(until_empty=False)
+    assert pair.handler.messages == [m.Stat(1)]
+    assert not pair.stream.receive(until_empty=False)
+
+
+def test_bytes_of_a_payload_cost_no_more_for_coming_with_their_message(pair: Pair) -> None:
+    target = memoryview(bytearray(HEAD_BYTES))
+    pair.handler.targets = [target]
+    message = encode(m.Put(1, [b"key"], bytes(8), bytes(8)), target.nbytes)
+    pair.far.sendall(message + bytes(target.nbytes))
+    assert pair.stream.receive(MESSAGE_COST * len(message) + target.nbytes + 1)
+    assert not pair.stream.sated
+    assert pair.handler.complete
+
+
+def test_a_payload_that_ends_soon_behind_the_bound_of_a_turn_is_moved_whole(pair: Pair) -> None:
+    bound = 16 << 10
+    size = bound + REST_BYTES
+    pair.handler.targets = [memoryview(bytearray(size))]
+    pair.far.sendall(encode(m.Put(1, [b"key"], bytes(8), bytes(8)), size))
+    assert pair.stream.receive()
+    pair.far.sendall(bytes(size))
+    assert pair.stream.receive(bound)
+    assert pair.handler.complete
+    pair.stream.send(m.Stat(1), [memoryview(bytes(size))])
+    assert pair.stream.flush(len(encode(m.Stat(1), size)) + bound)

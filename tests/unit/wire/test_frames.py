@@ -179,6 +179,18 @@ def test_an_oversized_message_is_refused_where_it_is_made() -> None:
         encode(m.Stat(1), limits.MAX_PAYLOAD_BYTES + 1)
 
 
+def test_what_is_missing_of_a_message_is_known_once_its_header_is_there() -> None:
+    subject = decoder()
+    message = encode(m.Stat(1))
+    subject.feed(message[: HEADER.size - 1])
+    assert (subject.next(), subject.missing) == (None, 0)
+    subject.feed(message[HEADER.size - 1 : -2])
+    assert (subject.next(), subject.missing) == (None, 2)
+    subject.feed(message[-2:])
+    assert subject.next() is not None
+    assert subject.missing == 0
+
+
 def test_the_next_message_is_not_read_over_an_unconsumed_payload() -> None:
     subject = decoder()
     subject.feed(encode(m.Stat(1), 10))
