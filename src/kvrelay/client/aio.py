@@ -8,7 +8,8 @@ from kvrelay.client.aio_link import AsyncLink
 from kvrelay.client.blocking import WAIT_S
 from kvrelay.client.core import desk, names
 from kvrelay.client.core.blocks import Blocks
-from kvrelay.client.tensors import all_bytes_of, bytes_of_tensor, pages_of
+from kvrelay.client.core.given import keys_of
+from kvrelay.client.tensors import all_bytes_of, bytes_of_tensor, objects_of, pages_of, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,9 +57,7 @@ class AsyncPoolClient(AsyncLink):
             NotFoundError: some were given up before they were whole, deleted or too late; others may be stored.
             BadRequestError: memory is not contiguous or empty, or a key is no key. Others may be stored.
         """
-        pairs = list(items)
-        blocks = Blocks.of_buffers(all_bytes_of(data for _, data in pairs))
-        keys = [key for key, _ in pairs]
+        keys, blocks = objects_of(items)
         return await self._run(self._ops.put_blocks(keys, blocks, ttl_s, ticket, partly=partly))
 
     async def get(self, key: bytes, *, wait_s: float = WAIT_S) -> bytes | None:
@@ -148,9 +147,9 @@ class AsyncPoolClient(AsyncLink):
             ConflictError: another group is writing the object, or other bytes were written there before.
             NotFoundError: the object was given up meanwhile.
             PoolFullError: no room.
-            BadRequestError: a piece is not made of whole segments of the object.
+            BadRequestError: a piece is not made of whole segments of the object, or two of them overlap.
         """
-        views = [(offset, bytes_of_tensor(data)) for offset, data in pieces]
+        views = pieces_of(pieces)
         return await self._run(
             self._ops.write_ranges(
                 key, size, views, segment_bytes=segment_bytes, group=group, lease_s=lease_s, ticket=ticket
@@ -161,11 +160,13 @@ class AsyncPoolClient(AsyncLink):
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are sealed."""
+        keys = keys_of(keys)
         here = self._existing(keys)
         return await self._run(names.exists(keys)) if here is None else await self._after_others(here)
 
     async def count_prefix(self, keys: Sequence[bytes]) -> PrefixCount:
         """How long the prefix of ``keys`` is that the pool holds. Leases nothing; any number of keys."""
+        keys = keys_of(keys)
         here = self._counted(keys)
         return await self._run(names.count_prefix(keys)) if here is None else await self._after_others(here)
 

@@ -40,7 +40,11 @@ def allowed(wait_s: float) -> float:
     Raises:
         BadRequestError: it is no time, or longer than the pool waits for anything.
     """
-    if not 0 <= wait_s <= limits.MAX_WAIT_S:
+    try:
+        legal = 0 <= wait_s <= limits.MAX_WAIT_S
+    except TypeError:
+        legal = False
+    if not legal:
         raise BadRequestError(f"a wait of {wait_s!r} s: legal are 0 to {limits.MAX_WAIT_S:g}")
     return wait_s
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvrelay.client.blocking import PoolClient
 from kvrelay.client.core.blocks import Blocks
+from kvrelay.client.core.given import pairs_of
 from kvrelay.client.tensors import bytes_of_tensor
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, KvRelayError, NotFoundError, PoolUnavailableError
@@ -143,7 +144,7 @@ class InfinityConnection:
 
     def write_cache(self, cache: Memory, blocks: Sequence[tuple[str, int]], page_size: int) -> int:
         """Store pages of a tensor; keys that are there already are left alone."""
-        self._pool.write_cache(cache, [(key_of(key), offset) for key, offset in blocks], page_size)
+        self._pool.write_cache(cache, _named(blocks), page_size)
         return 0
 
     local_gpu_write_cache = write_cache
@@ -151,7 +152,7 @@ class InfinityConnection:
     def read_cache(self, cache: Memory, blocks: Sequence[tuple[str, int]], page_size: int) -> None:
         """Read pages into a tensor. InfiniStoreKeyNotFound: one is not there."""
         with _KeyNotFound():
-            self._pool.read_cache(cache, [(key_of(key), offset) for key, offset in blocks], page_size)
+            self._pool.read_cache(cache, _named(blocks), page_size)
 
     def allocate_rdma(self, keys: Sequence[str], page_size_in_bytes: int) -> list[RemoteBlock]:
         """Pages to be written by `rdma_write_cache`. Nothing is asked of the pool before that."""
@@ -234,6 +235,12 @@ class InfinityConnection:
     def delete_keys(self, keys: Sequence[str]) -> int:
         """Forget objects; how many there were."""
         return self._pool.delete([key_of(key) for key in keys])
+
+
+def _named(blocks: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
+    """Blocks under keys of the pool."""
+    keys, offsets = pairs_of(blocks, "blocks", "key and offset")
+    return list(zip(map(key_of, keys), offsets, strict=True))
 
 
 class _KeyNotFound:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from kvrelay.client.aio import AsyncPoolClient
 from kvrelay.client.blocking import WAIT_S, PoolClient
 from kvrelay.client.core.blocks import Blocks
+from kvrelay.client.core.given import keys_of
 from kvrelay.client.core.puts import Puts, raise_unless_stored
 from kvrelay.client.core.stripes import joined_count, joined_puts, stripes
-from kvrelay.client.tensors import all_bytes_of, pages_of
+from kvrelay.client.tensors import all_bytes_of, objects_of, pages_of
 from kvrelay.errors import BadRequestError, KvRelayError, NotFoundError, PoolUnavailableError
 
 if TYPE_CHECKING:
@@ -53,9 +54,12 @@ class _Striped(Generic[C]):
         return type(error)(f"connection {number} of {len(self.clients)}: {error}")
 
 
-def _blocks_of(keys: Sequence[bytes], blocks: Blocks) -> None:
+def _keys_for(keys: Sequence[bytes], blocks: Blocks) -> Sequence[bytes]:
+    """The keys, one a block."""
+    keys = keys_of(keys)
     if len(keys) != len(blocks):
         raise BadRequestError(f"{len(blocks)} blocks for {len(keys)} keys")
+    return keys
 
 
 def _all_there(keys: Sequence[bytes], count: int) -> None:
@@ -123,7 +127,7 @@ class StripedPoolClient(_Striped[PoolClient]):
 
     def put_blocks(self, keys: Sequence[bytes], blocks: Blocks, *, ttl_s: float = 0.0, partly: bool = False) -> Puts:
         """As `PoolClient.put_blocks`."""
-        _blocks_of(keys, blocks)
+        keys = _keys_for(keys, blocks)
         _, parts = self._each(
             blocks,
             lambda client, start, stop: client.put_blocks(
@@ -137,7 +141,7 @@ class StripedPoolClient(_Striped[PoolClient]):
 
     def get_blocks(self, keys: Sequence[bytes], blocks: Blocks, *, wait_s: float = WAIT_S) -> int:
         """As `PoolClient.get_blocks`."""
-        _blocks_of(keys, blocks)
+        keys = _keys_for(keys, blocks)
         runs, counts = self._each(
             blocks,
             lambda client, start, stop: client.get_blocks(keys[start:stop], blocks.cut(start, stop), wait_s=wait_s),
@@ -154,9 +158,7 @@ class StripedPoolClient(_Striped[PoolClient]):
 
     def put_many(self, items: Iterable[tuple[bytes, Memory]], *, ttl_s: float = 0.0, partly: bool = False) -> Puts:
         """As `PoolClient.put_many`."""
-        pairs = list(items)
-        blocks = Blocks.of_buffers(all_bytes_of(data for _, data in pairs))
-        return self.put_blocks([key for key, _ in pairs], blocks, ttl_s=ttl_s, partly=partly)
+        return self.put_blocks(*objects_of(items), ttl_s=ttl_s, partly=partly)
 
     def get_many(self, keys: Sequence[bytes], into: Sequence[Memory], *, wait_s: float = WAIT_S) -> int:
         """As `PoolClient.get_many`."""
@@ -242,7 +244,7 @@ class AsyncStripedPoolClient(_Striped[AsyncPoolClient]):
         self, keys: Sequence[bytes], blocks: Blocks, *, ttl_s: float = 0.0, partly: bool = False
     ) -> Puts:
         """As `AsyncPoolClient.put_blocks`."""
-        _blocks_of(keys, blocks)
+        keys = _keys_for(keys, blocks)
         _, parts = await self._each(
             blocks,
             lambda client, start, stop: client.put_blocks(
@@ -256,7 +258,7 @@ class AsyncStripedPoolClient(_Striped[AsyncPoolClient]):
 
     async def get_blocks(self, keys: Sequence[bytes], blocks: Blocks, *, wait_s: float = WAIT_S) -> int:
         """As `AsyncPoolClient.get_blocks`."""
-        _blocks_of(keys, blocks)
+        keys = _keys_for(keys, blocks)
         runs, counts = await self._each(
             blocks,
             lambda client, start, stop: client.get_blocks(keys[start:stop], blocks.cut(start, stop), wait_s=wait_s),
@@ -275,9 +277,7 @@ class AsyncStripedPoolClient(_Striped[AsyncPoolClient]):
         self, items: Iterable[tuple[bytes, Memory]], *, ttl_s: float = 0.0, partly: bool = False
     ) -> Puts:
         """As `AsyncPoolClient.put_many`."""
-        pairs = list(items)
-        blocks = Blocks.of_buffers(all_bytes_of(data for _, data in pairs))
-        return await self.put_blocks([key for key, _ in pairs], blocks, ttl_s=ttl_s, partly=partly)
+        return await self.put_blocks(*objects_of(items), ttl_s=ttl_s, partly=partly)
 
     async def get_many(self, keys: Sequence[bytes], into: Sequence[Memory], *, wait_s: float = WAIT_S) -> int:
         """As `AsyncPoolClient.get_many`."""

@@ -6,6 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvrelay.client.core.blocks import Blocks, bytes_of
+from kvrelay.client.core.given import pairs_of, whole_number
 from kvrelay.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def bytes_of_tensor(memory: Memory) -> memoryview:
 
 def all_bytes_of(memories: Iterable[Memory]) -> list[memoryview]:
     """`bytes_of_tensor` of each."""
-    memories = list(memories)
+    try:
+        memories = list(memories)
+    except TypeError:
+        raise BadRequestError(f"{type(memories).__qualname__} is no sequence of buffers") from None
     if set(map(type, memories)) == {memoryview}:
         return memories
     return [bytes_of_tensor(memory) for memory in memories]
@@ -82,5 +86,26 @@ def pages_of(
     """
     flat = bytes_of(bytes_of_tensor(tensor), writable=writable)
     scale = element_size(tensor)
-    keys = [key for key, _ in blocks]
-    return keys, Blocks.of_pages(flat, [offset * scale for _, offset in blocks], page_size * scale)
+    keys, offsets = pairs_of(blocks, "blocks", "key and offset")
+    places = [whole_number(offset, "offset") * scale for offset in offsets]
+    return keys, Blocks.of_pages(flat, places, whole_number(page_size, "page_size") * scale)
+
+
+def objects_of(items: Iterable[tuple[bytes, Memory]]) -> tuple[list[bytes], Blocks]:
+    """Keys and memory of whole objects.
+
+    Raises:
+        BadRequestError: these are no pairs, or one is no memory that can be sent.
+    """
+    keys, memories = pairs_of(items, "items", "key and memory")
+    return keys, Blocks.of_buffers(all_bytes_of(memories))
+
+
+def pieces_of(pieces: Iterable[tuple[int, Memory]]) -> list[tuple[int, memoryview]]:
+    """Offsets and bytes of an object's pieces.
+
+    Raises:
+        BadRequestError: these are no pairs, or one is no memory that can be sent.
+    """
+    offsets, memories = pairs_of(pieces, "pieces", "offset and memory")
+    return list(zip(offsets, all_bytes_of(memories), strict=True))

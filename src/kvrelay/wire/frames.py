@@ -15,6 +15,7 @@ belongs, so that a peer which announces a gigabyte makes nobody allocate one.
 
 from __future__ import annotations
 
+import operator
 import struct
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, get_args
 
@@ -35,7 +36,15 @@ _HEADER = struct.Struct("<2sBBIQ")
 
 M = TypeVar("M", bound=Message)
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _plain(value: Any) -> object:
+    """What a value of another library's number or bytes type is. TypeError, ValueError: it is none."""
+    if isinstance(value, bytes):
+        return bytes(value)
+    return operator.index(value) if hasattr(value, "__index__") else float(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def encode(message: Message, payload_bytes: int = 0) -> bytes:

@@ -227,6 +227,18 @@ def test_pieces_may_be_written_again_and_others_are_a_conflict(client: Client, c
     assert not write(other, b"\1" * 4096, "two")  # who contradicts itself has given the object up
 
 
+@pytest.mark.parametrize("other", [b"b" * 4096, b"x" * 4096], ids=["the same bytes", "other bytes"])
+def test_pieces_of_one_call_that_overlap_are_refused_and_nothing_of_them_is_written(
+    client: Client, other: bytes
+) -> None:
+    pieces = [(8192, b"c" * 4096), (4096, other), (0, b"a" * 4096 + b"b" * 4096)]
+    with pytest.raises(BadRequestError, match="pieces 2 and 1 overlap: bytes 0 to 8191 and 4096 to 8191 of the object"):
+        client.do("write_ranges", b"k", 12288, pieces, segment_bytes=4096)
+    assert client.do("stat")["unsealed"] == 0
+    assert client.do("write_ranges", b"k", 12288, [pieces[0], pieces[2]], segment_bytes=4096)
+    assert client.do("get", b"k") == b"a" * 4096 + b"b" * 4096 + b"c" * 4096
+
+
 def test_pins_and_times_to_live_are_kept(client: Client) -> None:
     client.do("put", b"pinned", b"data")
     client.do("put", b"passing", b"data", ttl_s=3600.0)

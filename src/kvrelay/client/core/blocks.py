@@ -25,9 +25,14 @@ def bytes_of(view: memoryview, *, writable: bool = False) -> memoryview:
     """A caller's buffer as bytes, whatever it holds.
 
     Raises:
-        BadRequestError: it is not contiguous, or read-only and to be read into, or holds Python objects.
+        BadRequestError: it is not contiguous, or read-only and to be read into, or holds Python objects, or was
+            released.
     """
-    if not view.c_contiguous:
+    try:
+        contiguous = view.c_contiguous
+    except ValueError:
+        raise BadRequestError("a memoryview that was released is no memory any more") from None
+    if not contiguous:
         raise BadRequestError(f"a buffer of {view.nbytes} bytes is not contiguous")
     if writable and view.readonly:
         raise BadRequestError(f"a buffer of {view.nbytes} bytes to read into is read-only")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.client.core.batches import LEASE_S, Batch, ask_ahead, settle
 from kvrelay.client.core.blocks import Blocks
+from kvrelay.client.core.given import keys_of
 from kvrelay.client.core.session import AbandonedError, Ask, Call
 from kvrelay.client.core.steps import answer, begin
 from kvrelay.errors import BadRequestError, KvRelayError, LeaseExpiredError, ProtocolError
@@ -40,6 +41,7 @@ class Getting:
             LeaseExpiredError: reading took longer than the lease; nothing that was read may be used.
             BadRequestError: a block is of another size than its object.
         """
+        keys = keys_of(keys)
         if len(keys) != len(blocks):
             raise BadRequestError(f"{len(blocks)} buffers for {len(keys)} keys")
         done = 0

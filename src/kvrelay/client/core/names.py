@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvrelay.client.core.given import keys_of, whole_number
 from kvrelay.client.core.session import Ask
 from kvrelay.wire import limits
 from kvrelay.wire import messages as m
@@ -29,6 +30,7 @@ class PrefixCount(NamedTuple):
 
 
 def _batches(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
+    keys = keys_of(keys)
     for start in range(0, len(keys), limits.MAX_KEYS):
         yield list(keys[start : start + limits.MAX_KEYS])
 
@@ -108,6 +110,7 @@ def list_objects(prefix: bytes, limit: int | None) -> Operation[list[ObjectInfo]
     """Objects whose keys begin with ``prefix``, in no order, at most ``limit``."""
     found: list[ObjectInfo] = []
     cursor = 0
+    limit = None if limit is None else whole_number(limit, "limit")
     while limit is None or len(found) < limit:
         page = PAGE if limit is None else min(PAGE, limit - len(found))
         reply = yield Ask(m.ListObjects(0, cursor, page, prefix), m.Listing)

@@ -78,8 +78,13 @@ class Prefix:
         """Checksums of a run of segments.
 
         Raises:
-            BadRequestError: they have not been waited for.
+            BadRequestError: there are no such segments, or they have not been waited for.
         """
+        if not 0 <= span.index < len(self.views) or span.first < 0 or span.count < 1:
+            raise BadRequestError(
+                f"{span.count} segments from {span.first} on of object {span.index}: legal are one or more, from 0 on, "
+                f"of objects 0 to {len(self.views) - 1}"
+            )
         known = self._sums[span.index][span.first : span.first + span.count]
         if len(known) < span.count:
             raise BadRequestError(

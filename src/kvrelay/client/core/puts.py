@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from kvrelay.client.core.batches import DEPTH, LEASE_S, Batch, ask_ahead, settle
+from kvrelay.client.core.given import keys_of
 from kvrelay.client.core.session import AbandonedError, Ask, Call
 from kvrelay.client.core.steps import answer, begin
 from kvrelay.errors import (
@@ -79,6 +80,7 @@ class Putting:
         Raises:
             NotFoundError: objects were given up while they were written (deleted, or too slow); not stored.
         """
+        keys = keys_of(keys)
         if len(keys) != len(blocks):
             raise BadRequestError(f"{len(blocks)} blocks for {len(keys)} keys")
         told = _Told(len(keys))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvrelay.client.core.blocks import bytes_of
+from kvrelay.client.core.given import pairs_of, whole_number
 from kvrelay.client.core.prefix import StagePart
 from kvrelay.errors import BadRequestError, ConflictError, KvRelayError, NotFoundError, PoolFullError
 from kvrelay.wire import limits
@@ -29,6 +31,11 @@ def read_ranges(segments: Segments, key: bytes, ranges: Sequence[tuple[int, int]
         BadRequestError: a range is empty or reaches beyond the object.
         CorruptionError: bytes do not match their checksum. The pool has been told.
     """
+    starts, lengths = pairs_of(ranges, "ranges", "offset and size")
+    ranges = [
+        (whole_number(start, "offset"), whole_number(length, "size"))
+        for start, length in zip(starts, lengths, strict=True)
+    ]
     prefix = yield from segments.match_prefix([key], lease_s=LEASE_S, unsealed=False)
     if not prefix:
         return None
@@ -73,22 +80,25 @@ def write_ranges(
     writing the same bytes again changes nothing.
 
     Raises:
-        BadRequestError: a piece is not made of whole segments of the object.
+        BadRequestError: a piece is not made of whole segments of the object, or two of them overlap.
         ConflictError: another group is writing the object, or other bytes were written there before.
         NotFoundError: the object was given up meanwhile.
         PoolFullError: no room.
     """
+    size, segment_bytes = whole_number(size, "size"), whole_number(segment_bytes, "segment_bytes")
     if segment_bytes <= 0 or size <= 0 or size % segment_bytes or size // segment_bytes > limits.MAX_SEGMENTS:
         raise BadRequestError(f"{size} bytes are not 1 to {limits.MAX_SEGMENTS} segments of {segment_bytes} bytes each")
     spec = m.Spec(key, size, 1, size // segment_bytes)
+    starts = [whole_number(offset, "offset") for offset, _ in pieces]
     datas = [bytes_of(data) for _, data in pieces]
-    for (offset, _), data in zip(pieces, datas, strict=True):
+    for offset, data in zip(starts, datas, strict=True):
         if offset < 0 or offset % segment_bytes or data.nbytes % segment_bytes or not data.nbytes:
             raise BadRequestError(
                 f"a piece of {data.nbytes} bytes at {offset} is not made of whole segments of {segment_bytes} bytes"
             )
         if offset + data.nbytes > size:
             raise BadRequestError(f"a piece of {data.nbytes} bytes at {offset} ends beyond the object's {size} bytes")
+    _check_apart(starts, datas)
     group = segments.group if group is None else group
     announced = yield from segments.announce([spec], group=group, lease_s=lease_s, ticket=ticket)
     grant = announced.grants[0]
@@ -102,7 +112,7 @@ def write_ranges(
             raise PoolFullError(f"the pool had no room for an object of {size} bytes: {why}")
     parts = [
         StagePart(grant, spec, offset // segment_bytes, data.nbytes // segment_bytes)
-        for (offset, _), data in zip(pieces, datas, strict=True)
+        for offset, data in zip(starts, datas, strict=True)
     ]
     if segments.arena is None:
         yield from segments.commit(parts, datas)
@@ -116,3 +126,16 @@ def write_ranges(
     except NotFoundError:
         return False
     return reply.grants[0].state == "sealed"
+
+
+def _check_apart(starts: Sequence[int], datas: Sequence[memoryview]) -> None:
+    """Refuse pieces of one call that overlap: which of them counts would depend on how they travel."""
+    spans = sorted(
+        (start, start + data.nbytes, index) for index, (start, data) in enumerate(zip(starts, datas, strict=True))
+    )
+    for (start, end, index), (following, following_end, other) in pairwise(spans):
+        if following < end:
+            raise BadRequestError(
+                f"pieces {index} and {other} overlap: bytes {start} to {end - 1} and {following} to "
+                f"{following_end - 1} of the object"
+            )

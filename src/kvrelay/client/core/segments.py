@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from kvrelay.client.core.given import keys_of, whole_number
 from kvrelay.client.core.prefix import Prefix, StagePart
 from kvrelay.client.core.session import Ask
 from kvrelay.errors import BadRequestError, CorruptionError, KvRelayError, LeaseExpiredError
@@ -130,6 +131,7 @@ class Segments:
 
     def match_prefix(self, keys: Sequence[bytes], *, lease_s: float, unsealed: bool) -> Operation[Prefix]:
         """Find the longest prefix of ``keys``; see `Match`."""
+        keys = keys_of(keys)
         if not keys:
             return Prefix(m.Matched(0, 0, 0, []))
         reply = yield Ask(m.Match(0, list(keys), lease_s, unsealed), m.Matched)
@@ -144,6 +146,7 @@ class Segments:
             DeadlineError: they were not written in time.
             LeaseExpiredError: the lease ran out meanwhile.
         """
+        layers = whole_number(layers, "layers")
         while prefix.ready < layers:
             reply = yield Ask(m.Wait(0, prefix.lease, layers, timeout_s, prefix.ready), m.Ready)
             assert isinstance(reply, m.Ready)
@@ -161,11 +164,15 @@ class Segments:
 
         Raises:
             CorruptionError: bytes do not match their checksum. The pool has been told.
+            BadRequestError: a range is empty, not within its object, or has not been waited for.
+            LeaseExpiredError: the prefix was released.
         """
         if not ranges:
             return []
         for span in ranges:
             prefix.sums(span)
+        if not prefix.lease:
+            raise LeaseExpiredError("the prefix has no lease, or was released: its bytes may be another object's")
         arena = self.arena
         if arena is not None:
             views = []
