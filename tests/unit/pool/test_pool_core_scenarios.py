@@ -159,6 +159,19 @@ def test_a_payload_of_the_wrong_length_is_refused() -> None:
     assert isinstance(d.answer(request), m.Failed)
 
 
+def test_parts_of_one_payload_that_overlap_are_refused_before_any_of_it_lands() -> None:
+    """1. The first part would make the object whole. 2. The second's bytes would have replaced some of the first's."""
+    d = Driver()
+    whole, other = d.announce(2, b"k", b"other", segments=2)
+    parts = [m.Part(other.handle, 0, [1]), m.Part(whole.handle, 1, [9]), m.Part(whole.handle, 0, [1, 2])]
+    request, delivery = d.begin(2, m.Write(0, parts), 2 * PAGE)
+    assert delivery is None
+    refused = d.answer(request)
+    assert isinstance(refused, m.Failed)
+    assert "overlap: segments 0 to 1, and others from 1 on" in refused.message
+    assert d.ask(3, m.Exists(0, [b"k"]), m.Existing).flags == [False]
+
+
 def test_an_object_not_sealed_in_time_is_given_up() -> None:
     d = Driver()
     d.announce(2, b"k", lease_s=5.0)

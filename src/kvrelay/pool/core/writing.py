@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import BadRequestError, ConflictError, CorruptionError, KvRelayError, NotFoundError
@@ -182,6 +183,17 @@ class Writing:
         if count > limits.MAX_SUMS:
             raise BadRequestError(f"{count} segments written at once: at most {limits.MAX_SUMS} are taken")
 
+    @staticmethod
+    def _check_apart(request: m.Write) -> None:
+        """Refuse bytes of which some would land on others before anybody compared them."""
+        runs = sorted((part.handle, part.first, part.first + len(part.sums)) for part in request.parts)
+        for (handle, first, end), (other, following, _) in pairwise(runs):
+            if handle == other and following < end:
+                raise BadRequestError(
+                    f"parts of object handle {handle} overlap: segments {first} to {end - 1}, and others from "
+                    f"{following} on"
+                )
+
     def _writable(self, conn: Connection, part: m.Part) -> Entry:
         """The object a part is for, if this connection may write it."""
         entry = conn.announced.get(part.handle)
@@ -199,6 +211,7 @@ class Writing:
     def begin(self, conn: Connection, request: m.Write, payload_bytes: int, _now: float) -> Delivery:
         """Say where the payload of a `Write` goes."""
         self._check_sums(request)
+        self._check_apart(request)
         entries = [self._writable(conn, part) for part in request.parts]
         targets: list[tuple[int | None, int]] = []
         offsets, sizes, expected = array("Q"), array("Q"), array("Q")
