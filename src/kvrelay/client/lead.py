@@ -30,7 +30,9 @@ class Lead:
         self._session = session
         self._stream = stream
         self._peer = peer
-        self._turn = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
+        """To wait and to wake under `_lock`, which is taken by itself: a condition's own ``with`` runs in Python."""
         self._leading = False
         self._following = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -46,7 +48,7 @@ class Lead:
             PoolUnavailableError: the connection has ended.
             BadRequestError: the request is over the limits of a frame.
         """
-        with self._turn:
+        with self._lock:
             call, request = self._session.start(ask)
             try:
                 self._stream.send(request, ask.payload, sums_behind=ask.sums_behind)
@@ -58,7 +60,7 @@ class Lead:
 
     def flush(self) -> None:
         """Send what was held back for more to come."""
-        with self._turn:
+        with self._lock:
             self._flush()
 
     def _flush(self) -> None:
@@ -71,7 +73,7 @@ class Lead:
     def pump(self, call: Call, timeout_s: float) -> bool:
         """Move bytes until ``call`` is finished or ``timeout_s`` has passed; whether it is finished."""
         deadline = time.monotonic() + timeout_s
-        with self._turn:
+        with self._lock:
             if self._leading:
                 self._flush()  # the leader sends for others only when it is told to
             while self._leading:
@@ -85,14 +87,14 @@ class Lead:
         try:
             return self._pump(call, deadline)
         finally:
-            with self._turn:
+            with self._lock:
                 self._leading = False
                 if self._following:
                     self._turn.notify_all()
 
     def _pump(self, call: Call, deadline: float) -> bool:
         while True:
-            with self._turn:
+            with self._lock:
                 waiting = self._watch() and not call.finished
             if not waiting:
                 return call.finished
@@ -103,7 +105,7 @@ class Lead:
                     os.eventfd_read(self._wake)
                 else:
                     readable = events != select.POLLOUT
-            with self._turn:
+            with self._lock:
                 if readable:
                     self._receive()
                     if self._following:
@@ -137,7 +139,7 @@ class Lead:
 
     def end(self, error: KvRelayError) -> None:
         """End the connection: every call without an answer fails with ``error``. May be called twice."""
-        with self._turn:
+        with self._lock:
             self._end(error)
             if self._leading:
                 os.eventfd_write(self._wake, 1)
