@@ -39,6 +39,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serve = verbs.add_parser(
         "serve", help="route requests to running vLLM servers", description="Route requests to running vLLM servers."
     )
+    _add_settings(serve)
+    serve.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(%(default)s)"
+    )
+    serve.set_defaults(run=run)
+    config = verbs.add_parser(
+        "config",
+        help="print the settings `kvrelay router serve` would use, and their origins",
+        description="Print the settings `kvrelay router serve` would use with these flags, and where each comes from.",
+    )
+    _add_settings(config)
+    config.set_defaults(run=show)
+    router_key.add_parser(verbs)
+
+
+def _add_settings(serve: argparse.ArgumentParser) -> None:
+    """Give a parser one flag a setting."""
     serve.add_argument(
         "--prefill", action="append", default=[], metavar="URL", help="a prefill engine; repeat for more"
     )
@@ -119,11 +136,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--workers", type=int, default=_DEFAULTS.workers, metavar="N",
         help="processes behind the one port, for more than one core (%(default)s)",
     )  # fmt: skip
-    serve.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(%(default)s)"
-    )
-    serve.set_defaults(run=run)
-    router_key.add_parser(verbs)
 
 
 def settings_of(args: argparse.Namespace) -> RouterSettings:
@@ -168,3 +180,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
     again = None if args.config is None else read_config
     return RouterProcess(config, again, announce=partial(print, flush=True), exit_status=exit_status).run()
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the settings as TOML, for a configuration file."""
+    print(router_file.show(args, settings_of))
+    return 0

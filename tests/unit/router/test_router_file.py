@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -190,3 +191,46 @@ def test_the_admin_token_is_not_shown(file: Path, monkeypatch: pytest.MonkeyPatc
     assert config.admin is not None
     assert config.admin.token == "sesame"
     assert "sesame" not in repr(config.admin)
+
+
+def test_settings_are_shown_with_their_origins_and_read_back_as_they_were(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(GOOD)
+    flags = ["--config", str(file), "--decode", "http://other:1", "--max-queued", "7"]
+    args = build_parser().parse_args(["router", "config", *flags])
+    assert args.run(args) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        rf'prefill = \["http://p:1"\] +# {re.escape(str(file))}', r'decode = \["http://other:1"\] +# --decode',
+        r"max_queued = 7 +# --max-queued", rf"retry_share = 0.5 +# {re.escape(str(file))}", "port = 8000 +# default",
+        r"prefill_timeout = 450.0 +# default: three quarters of handover_timeout", "# pool is not set",
+    ):  # fmt: skip
+        assert re.search(f"^{line}$", shown, re.MULTILINE), line
+    before = router_file.load(args, settings_of)
+    assert load(file, shown) == before
+
+
+def test_what_is_secret_is_not_shown(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_ENGINE_API_KEY", "hush-engine")
+    monkeypatch.setenv(TOKEN_VARIABLE, "hush-variable")
+    token = tmp_path / "token"
+    token.write_text("hush-file")
+    file.write_text(GOOD + 'otlp_endpoint = "http://me:hush-password@collector:4318"')
+    flags = ["--config", str(file), "--admin-token-file", str(token), "--admin-port", "8001"]
+    args = build_parser().parse_args(["router", "config", *flags])
+    assert args.run(args) == 0
+    shown = capsys.readouterr().out
+    assert "hush" not in shown.replace(str(tmp_path), "")
+    assert "the value of KVRELAY_ENGINE_API_KEY counts, and is not shown" in shown
+    assert f'admin_token_file = "{token}"' in shown
+    assert 'otlp_endpoint = "http://***@collector:4318"' in shown
+
+
+def test_settings_that_cannot_be_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    args = build_parser().parse_args(["router", "config", "--prefill", "http://p:1", "--port", "70000"])
+    with pytest.raises(ConfigError, match="--port 70000"):
+        args.run(args)
+    assert capsys.readouterr().out == ""
