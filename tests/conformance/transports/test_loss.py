@@ -13,14 +13,13 @@ import pytest
 from kvrelay.client.aio import AsyncPoolClient
 from kvrelay.client.core import gets
 from kvrelay.errors import KvRelayError, LeaseExpiredError, PoolUnavailableError
+from kvrelay.testing.amid import hook
 from kvrelay.testing.paths import SHELLS, Pools, Way
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvrelay.client.blocking import PoolClient
-    from kvrelay.client.core.blocks import Mover
     from kvrelay.testing.paths import Blocking, Looped
     from kvrelay.testing.pool import PoolProcess
 
@@ -28,52 +27,6 @@ rng = random.Random(13)
 ITEMS = {b"%03d" % n: rng.randbytes(100_000) for n in range(300)}
 MANY = {b"%d %s" % (n, key): data for n in range(5) for key, data in ITEMS.items()}
 """More than the sockets' buffers hold."""
-
-
-class Hooked:
-    """A mover that does something before its ``at``-th batch."""
-
-    def __init__(self, mover: Mover, at: int, hook: Callable[[], None]) -> None:
-        self._mover = mover
-        self._left = at
-        self._hook = hook
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._mover, name)
-
-        def counted(*args: Any) -> Any:
-            self._left -= 1
-            if self._left == 0:
-                self._hook()
-            return method(*args)
-
-        return counted
-
-
-def hook(client: Blocking | Looped, at: int, what: Callable[[], None]) -> None:
-    """Have something happen amid a client's next transfer, before its ``at``-th batch is copied or answered."""
-    connections: Sequence[Any] = getattr(client.client, "clients", [client.one])
-    for connection in connections:
-        direct = connection._ops.whole.direct
-        if direct is not None:
-            direct._mover = Hooked(connection._mover, at, what)
-        else:
-            connection._session.on_message = Counted(connection._session.on_message, at, what)
-
-
-class Counted:
-    """A session's ``on_message`` that does something before its ``at``-th answer."""
-
-    def __init__(self, on_message: Callable[..., Any], at: int, hook: Callable[[], None]) -> None:
-        self._on_message = on_message
-        self._left = at
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            self._hook()
-        return self._on_message(*args)
 
 
 def transfer(client: Blocking | Looped, what: str) -> None:

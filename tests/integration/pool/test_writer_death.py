@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvrelay.client.blocking import PoolClient
+from kvrelay.errors import PoolUnavailableError
+from kvrelay.testing.amid import hook
+from kvrelay.testing.paths import SHELLS, WAYS
 from kvrelay.testing.pool import PoolProcess, pool_process
 
 if TYPE_CHECKING:
@@ -142,13 +145,25 @@ def test_a_writer_killed_amid_a_put_leaves_whole_objects_or_none(
         assert look() == COUNT
 
 
-def test_a_pool_killed_amid_puts_starts_again_empty(tmp_path: Path) -> None:
-    with pool_process(tmp_path) as first:
-        client = PoolClient.connect(first.unix, name="c")
-        client.put(b"k", b"data")
-        first.kill()
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_pool_killed_amid_a_put_starts_again_empty_and_takes_it_whole(tmp_path: Path, way: str, at: int) -> None:
+    """1. The pool is killed before a batch is copied, or its answer taken. 2. Another starts on the same path. 3. The
+    put is made again.
+    """
+    expected = items() | {b"x" + key: data for key, data in list(items().items())[:200]}  # a batch more
+    with pool_process(tmp_path, size="128MiB") as first:
+        client = SHELLS["blocking"](first.unix if way == "shm" else first.tcp, WAYS[way])
+        hook(client, at, first.kill)
+        with pytest.raises(PoolUnavailableError):
+            client.do("put_many", list(expected.items()))
+        assert first.process.poll() is not None, "it was killed amid the put"
         client.close()
-    with pool_process(tmp_path) as second, PoolClient.connect(second.unix, name="c") as client:
-        assert client.get(b"k") is None
-        client.put(b"k", b"other")
-        assert client.get(b"k") == b"other"
+    with pool_process(tmp_path, size="128MiB") as second:
+        client = SHELLS["blocking"](second.unix if way == "shm" else second.tcp, WAYS[way])
+        assert not any(client.do("exists", list(expected)))
+        assert client.do("put_many", list(expected.items())).states.count(0) == len(expected)
+        into = [bytearray(SIZE) for _ in expected]
+        assert client.do("get_many", list(expected), into) == len(expected)
+        assert into == [*expected.values()]
+        client.close()
