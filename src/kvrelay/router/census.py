@@ -35,10 +35,13 @@ class Census:
         """How the engines name KV in the pool, where the router can follow."""
 
     def take(self, registered: Sequence[Engine]) -> None:
-        """Compare. Engines that bear other names count only where those of the router are not registered."""
+        """Compare. Engines that bear other names count only where none of the router's is registered.
+
+        While one of these is away, started again perhaps, nobody else stands in for it.
+        """
         ours = known_as(registered, self._names)
         self.naming = naming_of(ours or registered)
-        apart = strangers(ours if len({engine.role for engine in ours}) > 1 else registered)
+        apart = strangers(ours or registered)
         pairs: dict[frozenset[str], str] = {}
         for one, other in apart:
             pairs.setdefault(frozenset({one.engine, other.engine}), difference(one, other))
@@ -46,6 +49,6 @@ class Census:
         if mismatches and mismatches != self.mismatches:
             logger.error("prompts are computed again on the decode side: %s", ". ".join(mismatches))
         elif self.mismatches and not mismatches:
-            logger.info("all engines can exchange KV now")
+            logger.info("all registered engines can exchange KV now")
         self.mismatches = mismatches
         self._metrics.engines_apart.set(len(apart))

@@ -55,7 +55,9 @@ async def health_when(port: int, count: int) -> Any:
 async def test_engines_that_cannot_exchange_kv_are_told_once_and_served_all_the_same(
     engine: Any, router: Any, pool: PoolThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. P0 and D0 differ at the router's start. 2. D0 is started again with P0's settings."""
+    """1. P0 and D0 differ at the router's start. 2. D0 is gone: who is left beside P0 was never meant for it. 3. D0 is
+    back, with P0's settings.
+    """
     monkeypatch.setattr(pool_link, "CENSUS_S", 0.02)
     monkeypatch.setattr(pool_link, "CHECK_S", 0.01)
     fakes = [await engine(), await engine()]
@@ -68,8 +70,9 @@ async def test_engines_that_cannot_exchange_kv_are_told_once_and_served_all_the_
     assert (view["status"], view["kv_mismatches"]) == ("ok", [sentence])
     assert "kvrelay_router_engines_apart 2.0" in (await get(port, "/metrics")).body.decode()
     await decode.close()
-    decode = await register(pool, "D0", "a", kv_dtype="float32", layers="4")
     await health_when(port, 0)
+    decode = await register(pool, "D0", "a", kv_dtype="float32", layers="4")
+    assert (await get(port, "/health")).json["kv_mismatches"] == []
     assert "kvrelay_router_engines_apart 0.0" in (await get(port, "/metrics")).body.decode()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert errors == [f"prompts are computed again on the decode side: {sentence}"]
