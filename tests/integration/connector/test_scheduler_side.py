@@ -390,7 +390,7 @@ class TestPoolTrouble:
 
         5. The pool answers again. 6. No lease is left of the lookup that timed out. 7. The next lookup is answered.
         """
-        side = make_side(pool.unix, lookup_timeout_s=0.5)
+        side = make_side(pool.unix, lookup_timeout_s=2.0)
         store(client, side)
         side.new("before")
         assert side.ask("before") == (100, True)
@@ -455,7 +455,7 @@ class TestPoolTrouble:
     def test_a_preempted_request_does_not_ask_a_slow_pool_in_every_step(
         self, pool: PoolThread, make_side: Callable[..., Side]
     ) -> None:
-        side = make_side(pool.unix, lookup_timeout_s=0.5)
+        side = make_side(pool.unix, lookup_timeout_s=2.0)
         side.new("preempted")
         side.ask("preempted")
         side.allocated("preempted", TABLE, 0)
@@ -471,10 +471,10 @@ class TestPoolTrouble:
     def test_a_pool_that_answers_nothing_for_long_is_dropped_and_found_again(
         self, pool: PoolThread, make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvrelay.connector.outbox.SILENCE_S", 0.1)
-        side = make_side(pool.unix, lookup_timeout_s=0.5)
+        side = make_side(pool.unix, lookup_timeout_s=2.0)
         first = side._link.client()
-        with hung(pool):
+        with hung(pool), monkeypatch.context() as patched:
+            patched.setattr("kvrelay.connector.outbox.SILENCE_S", 0.1)
             side.new("first")
             assert side.ask("first") == (0, False)
             settled(lambda: side._link.client() is None, side)

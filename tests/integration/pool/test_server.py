@@ -142,7 +142,7 @@ def test_a_payload_that_trickles_does_not_hold_its_room_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never stops: only all of it is too slow."""
-    monkeypatch.setattr("kvrelay.pool.server.STALL_S", 0.3)
+    monkeypatch.setattr("kvrelay.pool.server.STALL_S", 2.0)
     monkeypatch.setattr("kvrelay.pool.server.SWEEP_S", 0.05)
     size = 32 << 10
     with PoolThread(tmp_path) as pool, PoolClient.connect(pool.unix, name="idle") as idle:

