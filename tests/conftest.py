@@ -6,11 +6,15 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from kvrelay.testing.s3_server import CREDENTIALS, S3Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+settings.register_profile("kvrelay", deadline=None, print_blob=True)
+settings.load_profile("kvrelay")
 
 
 def pytest_configure() -> None:
