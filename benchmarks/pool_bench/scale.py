@@ -2,7 +2,8 @@
 
 Two servers: one holds few objects, one many; lookups of random keys go to them in turn, from the index and, apart,
 asked of the pool. The server's memory is what is its own (``RssAnon``; the arena is shared memory and not in it), its
-index for clients' lookups, which is shared memory too, and what the arena loses to rounding.
+index for clients' lookups, which is shared memory too, and what the arena loses to rounding. Apart from both, single
+insertions are timed while a catalog fills (`pool_bench.growth`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvrelay.bench.section import Goal, Section
 from kvrelay.client.blocking import PoolClient
 from kvrelay.testing.pool import pool_process
 from pool_bench.floors import timed
+from pool_bench.growth import insertions
 from pool_bench.lookup import BEST, num_sealed
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ def run_scale(settings: ScaleSettings) -> Section:
                 f"given up after {trial:,} objects: all of them would take {expected / 2**30:.1f} GiB of the server"
             )
             section.rows.append(["bytes an object after the trial", f"{expected / count:.0f}"])
-            section.goals = _goals(count, expected / count, None, None)
+            section.goals = _goals(count, expected / count, None, None, None)
             return section
         _store(large, trial, count)
         seconds = time.monotonic() - start
@@ -128,8 +130,22 @@ def run_scale(settings: ScaleSettings) -> Section:
         f"the same asked of the pool, {FEW:,} objects, us": round(us["few, asked"], 1),
         f"the same asked of the pool, {count:,} objects, us": round(us["many, asked"], 1),
     }
+    inserted = insertions(count, OBJECT_BYTES, key_of)
+    if inserted is not None:
+        section.figures |= {
+            "one insertion, p50, us": round(inserted.p50, 1),
+            "one insertion, p99.9, us": round(inserted.p99_9, 1),
+            "one insertion, the longest, us": round(inserted.longest, 1),
+            "objects there at the longest": inserted.longest_at,
+        }
     section.rows = [[name, f"{value:,}"] for name, value in section.figures.items()]
-    section.goals = _goals(count, own + index + slack, us["many"] / us["few"], us["many, asked"] / us["few, asked"])
+    section.goals = _goals(
+        count,
+        own + index + slack,
+        us["many"] / us["few"],
+        us["many, asked"] / us["few, asked"],
+        None if inserted is None else inserted.longest / 1e3,
+    )
     return section
 
 
@@ -146,9 +162,12 @@ def _lookups(pools: Mapping[str, tuple[PoolClient, int]]) -> dict[str, list[floa
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def _goals(count: int, per_object: float, slowdown: float | None, asked: float | None) -> list[Goal]:
+def _goals(
+    count: int, per_object: float, slowdown: float | None, asked: float | None, longest: float | None
+) -> list[Goal]:
     return [
         Goal(f"server memory an object beyond its payload, {count:,} objects, bytes", 200, per_object, False),
         Goal(f"lookup among {count:,} / lookup among {FEW:,}", 1.3, slowdown, False),
         Goal(f"lookup asked of the pool among {count:,} / among {FEW:,}", 1.3, asked, False),
+        Goal(f"the longest insertion up to {count:,} objects, ms", 2, longest, False),
     ]

@@ -115,7 +115,7 @@ void books_find(const struct books *books, uint32_t holding, struct wanted *want
     for (size_t i = 0; i < count; i++) {
         wanted[i].tag = names_tag(names, holding, wanted[i].key, wanted[i].size);
         wanted[i].at = names_start(names, wanted[i].tag);
-        __builtin_prefetch(names->slots + wanted[i].at);
+        __builtin_prefetch(names_slot(names, wanted[i].tag, wanted[i].at));
     }
     for (size_t i = 0; i < count; i++) {
         wanted[i].row = names_next(names, wanted[i].tag, &wanted[i].at);
@@ -490,7 +490,7 @@ enum begun books_begin(struct books *books, uint32_t holding_number, uint32_t ta
     uint8_t *long_key = NULL;
     if (names_prepare(&books->names) < 0 || prepare_clearing(books, MOST_BLOCKS) < 0 ||
         slab_reach(&books->rows, books->count) < 0 || slab_reach(&books->cold, books->count) < 0)
-        return NO_MEMORY;
+        return NO_ROOM;
     if (!within_quota(books, holding, rounded(size))) return NO_ROOM;
     uint32_t number = books->free == NO_ROW ? books->count : books->free, block;
     struct row *row = row_at(books, number);
@@ -502,7 +502,6 @@ enum begun books_begin(struct books *books, uint32_t holding_number, uint32_t ta
         int64_t count = victims_for(books, rounded(size));
         if (count <= 0) {
             failed = 1;
-            if (!count) failed = 2;
             break;
         }
         for (int64_t i = 0; i < count; i++) {
@@ -518,7 +517,7 @@ enum begun books_begin(struct books *books, uint32_t holding_number, uint32_t ta
             cold->older = books->free;
             books->free = number;
         }
-        return failed == 2 ? NO_ROOM : NO_MEMORY;
+        return NO_ROOM;
     }
     if (number == books->count) {
         row->generation = 1;
@@ -657,6 +656,7 @@ static const char *check_row(const struct books *books, uint32_t number) {
 const char *books_check(const struct books *books) {
     uint64_t number[STATES] = {0}, pinned = 0, kept = 0, gone_bytes = 0, due = 0, free_rows = 0, retired = 0;
     const char *wrong = blocks_check(&books->blocks);
+    if (!wrong) wrong = names_check(&books->names);
     for (uint32_t i = 0; !wrong && i < books->count; i++) {
         const struct row *row = row_at(books, i);
         number[row->state]++;

@@ -66,7 +66,7 @@ struct books {
     uint32_t clearing_capacity;
 };
 
-enum begun { BEGUN, NO_ROOM, NO_MEMORY };
+enum begun { BEGUN, NO_ROOM }; /* no room: in the arena, or of the machine's memory for what is kept beside it */
 
 int books_init(struct books *books, uint64_t arena_bytes); /* -1: no memory */
 void books_clear(struct books *books);

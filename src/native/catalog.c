@@ -154,11 +154,9 @@ static PyObject *add(Catalog *self, PyObject *args, PyObject *kwargs) {
     if (size < 0 || check_size((uint64_t)size) < 0) return size < 0 ? PyErr_Format(PyExc_ValueError, "an object of %lld bytes", size) : NULL;
     if (layers < 1 || segments < 1 || layers > UINT32_MAX || segments > UINT32_MAX)
         return PyErr_Format(PyExc_ValueError, "%lld layers of %lld segments: legal are 1 to 2**32 - 1", layers, segments);
-    switch (books_begin(&self->books, holding, tag, key, key_size, (uint32_t)size, (uint32_t)layers, (uint32_t)segments, &row)) {
-        case BEGUN: return PyLong_FromUnsignedLong(row);
-        case NO_ROOM: Py_RETURN_NONE;
-        default: return PyErr_NoMemory();
-    }
+    if (books_begin(&self->books, holding, tag, key, key_size, (uint32_t)size, (uint32_t)layers, (uint32_t)segments, &row) != BEGUN)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLong(row);
 }
 
 static PyObject *seal(Catalog *self, PyObject *const *args, Py_ssize_t count) {
@@ -396,27 +394,22 @@ static int reserve_all(Catalog *self, uint32_t holding, struct wanted *wanted, c
                        uint8_t *states, uint32_t *rows, uint64_t *offsets) {
     struct books *books = &self->books;
     Py_ssize_t done = 0, found = 0;
-    int failed = 0;
     uint32_t *pinned = PyMem_New(uint32_t, count ? count : 1);
     if (!pinned) return -1;
     for (Py_ssize_t at = 0; at < count; at += WINDOW) /* warms the caches: what is found may change on the way */
         books_find(books, holding, wanted + at, (size_t)(count - at < WINDOW ? count - at : WINDOW));
-    for (; done < count && !failed; done++) {
+    for (; done < count; done++) {
         const struct wanted *w = wanted + done;
         uint32_t number = books_find_one(books, holding, w->tag, w->key, w->size);
         rows[done] = 0;
         offsets[done] = 0;
         if (number == NO_ROW) {
-            switch (books_begin(books, holding, w->tag, w->key, w->size, (uint32_t)sizes[done], 1, 1, &number)) {
-                case BEGUN:
-                    row_at(books, number)->flags |= HELD;
-                    states[done] = STORED;
-                    rows[done] = number;
-                    offsets[done] = offset_of(self, row_at(books, number));
-                    break;
-                case NO_ROOM: states[done] = FULL; break;
-                default: failed = 1;
-            }
+            states[done] = FULL;
+            if (books_begin(books, holding, w->tag, w->key, w->size, (uint32_t)sizes[done], 1, 1, &number) != BEGUN) continue;
+            row_at(books, number)->flags |= HELD;
+            states[done] = STORED;
+            rows[done] = number;
+            offsets[done] = offset_of(self, row_at(books, number));
             continue;
         }
         struct row *row = row_at(books, number);
@@ -428,15 +421,9 @@ static int reserve_all(Catalog *self, uint32_t holding, struct wanted *wanted, c
         books_pin(books, number); /* until the end of this */
         pinned[found++] = number;
     }
-    done -= failed;
     while (found) books_unpin(books, pinned[--found]);
-    for (Py_ssize_t i = 0; failed && i < done; i++)
-        if (states[i] == STORED) {
-            books_forget(books, rows[i]);
-            books_unhold(books, rows[i]);
-        }
     PyMem_Free(pinned);
-    return failed ? -1 : 0;
+    return 0;
 }
 
 static PyObject *reserve(Catalog *self, PyObject *const *args, Py_ssize_t args_count) {

@@ -1,97 +1,142 @@
 #include "ghosts.h"
 
-#include <stdlib.h>
 #include <string.h>
 
+#include "slab.h"
+
 #define LEAST 64
+#define STEP 8 /* places moved with each addition; a new table has room for a quarter of its size when it begins */
 
 void ghosts_init(struct ghosts *ghosts, uint64_t secret) {
     memset(ghosts, 0, sizeof *ghosts);
     ghosts->secret = secret | 1;
 }
 
-void ghosts_clear(struct ghosts *ghosts) {
-    free(ghosts->ring);
-    free(ghosts->slots);
+/* --- one table --- */
+
+static void free_table(struct ghost_table *table) {
+    pages_free(table->ring, table->ring_size * sizeof *table->ring);
+    pages_free(table->slots, 2 * (size_t)table->ring_size * sizeof *table->slots);
+    *table = (struct ghost_table){0};
 }
 
-static size_t start_of(const struct ghosts *ghosts, uint32_t mark) {
-    return (size_t)(mark * ghosts->secret >> 32) & (2 * (size_t)ghosts->ring_size - 1);
+void ghosts_clear(struct ghosts *ghosts) {
+    free_table(&ghosts->table);
+    free_table(&ghosts->old);
+}
+
+static size_t start_of(const struct ghosts *ghosts, const struct ghost_table *table, uint32_t mark) {
+    return (size_t)(mark * ghosts->secret >> 32) & (2 * (size_t)table->ring_size - 1);
 }
 
 /* The slot of a mark, or the empty one where it would go. */
-static size_t slot_of(const struct ghosts *ghosts, uint32_t mark) {
-    size_t mask = 2 * (size_t)ghosts->ring_size - 1, at = start_of(ghosts, mark);
-    while (ghosts->slots[at] && ghosts->slots[at] >> 32 != mark) at = (at + 1) & mask;
+static size_t slot_of(const struct ghosts *ghosts, const struct ghost_table *table, uint32_t mark) {
+    size_t mask = 2 * (size_t)table->ring_size - 1, at = start_of(ghosts, table, mark);
+    while (table->slots[at] && table->slots[at] >> 32 != mark) at = (at + 1) & mask;
     return at;
 }
 
-int ghosts_has(const struct ghosts *ghosts, uint32_t mark) {
-    return ghosts->count && ghosts->slots[slot_of(ghosts, mark)];
-}
-
-void ghosts_remove(struct ghosts *ghosts, uint32_t mark) {
-    if (!ghosts->count) return;
-    size_t mask = 2 * (size_t)ghosts->ring_size - 1, at = slot_of(ghosts, mark);
-    if (!ghosts->slots[at]) return;
-    for (size_t next = (at + 1) & mask; ghosts->slots[next]; next = (next + 1) & mask) {
-        size_t start = start_of(ghosts, (uint32_t)(ghosts->slots[next] >> 32));
-        if (((next - start) & mask) >= ((next - at) & mask)) {
-            ghosts->slots[at] = ghosts->slots[next];
-            at = next;
-        }
-    }
-    ghosts->slots[at] = 0;
-    ghosts->count--;
+static int has(const struct ghosts *ghosts, const struct ghost_table *table, uint32_t mark) {
+    return table->ring && table->slots[slot_of(ghosts, table, mark)];
 }
 
 static uint64_t slot_for(uint32_t mark, uint32_t place) { return (uint64_t)mark << 32 | place; }
 
-static int is_there(const struct ghosts *ghosts, uint32_t place) {
-    uint32_t mark = ghosts->ring[place & (ghosts->ring_size - 1)];
-    return ghosts->slots[slot_of(ghosts, mark)] == slot_for(mark, place);
+static uint32_t mark_at(const struct ghost_table *table, uint32_t place) {
+    return table->ring[place & (table->ring_size - 1)];
 }
 
-/* See that there is a place behind the latest: drop what is void, and grow if that is not much. -1: no memory. */
+static int is_there(const struct ghosts *ghosts, const struct ghost_table *table, uint32_t place) {
+    uint32_t mark = mark_at(table, place);
+    return mark && table->slots[slot_of(ghosts, table, mark)] == slot_for(mark, place);
+}
+
+static void put(const struct ghosts *ghosts, struct ghost_table *table, uint32_t place, uint32_t mark) {
+    table->ring[place & (table->ring_size - 1)] = mark;
+    table->slots[slot_of(ghosts, table, mark)] = slot_for(mark, place);
+}
+
+static int take(const struct ghosts *ghosts, struct ghost_table *table, uint32_t mark) {
+    if (!has(ghosts, table, mark)) return 0;
+    size_t mask = 2 * (size_t)table->ring_size - 1, at = slot_of(ghosts, table, mark);
+    for (size_t next = (at + 1) & mask; table->slots[next]; next = (next + 1) & mask) {
+        size_t start = start_of(ghosts, table, (uint32_t)(table->slots[next] >> 32));
+        if (((next - start) & mask) >= ((next - at) & mask)) {
+            table->slots[at] = table->slots[next];
+            at = next;
+        }
+    }
+    table->slots[at] = 0;
+    return 1;
+}
+
+/* The oldest of the places up to `end`, which is left out from now on; 0: none of them has a mark. */
+static uint32_t oldest(const struct ghosts *ghosts, struct ghost_table *table, uint32_t end) {
+    while (table->first != end) {
+        uint32_t place = table->first++;
+        if (is_there(ghosts, table, place)) return mark_at(table, place);
+    }
+    return 0;
+}
+
+/* --- both --- */
+
+int ghosts_has(const struct ghosts *ghosts, uint32_t mark) {
+    return ghosts->count && (has(ghosts, &ghosts->table, mark) || has(ghosts, &ghosts->old, mark));
+}
+
+void ghosts_remove(struct ghosts *ghosts, uint32_t mark) {
+    if (!ghosts->count) return;
+    if (take(ghosts, &ghosts->table, mark) || take(ghosts, &ghosts->old, mark)) ghosts->count--;
+}
+
+/* Move what has some of the oldest places left. */
+static void move_some(struct ghosts *ghosts) {
+    struct ghost_table *old = &ghosts->old;
+    for (int step = 0; step < STEP && old->first != old->next; step++) {
+        uint32_t place = old->first++, mark = mark_at(old, place);
+        if (!is_there(ghosts, old, place)) continue;
+        take(ghosts, old, mark);
+        put(ghosts, &ghosts->table, ghosts->moved++, mark);
+    }
+    if (old->first == old->next) free_table(old);
+}
+
+/* See that there is a place behind the latest: a new table drops what is void, and is larger if that is not much. -1: no
+ * memory. */
 static int make_place(struct ghosts *ghosts) {
-    if (ghosts->ring && ghosts->next - ghosts->first < ghosts->ring_size) return 0;
-    struct ghosts grown = *ghosts;
-    if (!ghosts->ring) grown.ring_size = LEAST;
-    else if (ghosts->count > ghosts->ring_size / 4 * 3) grown.ring_size *= 2;
-    grown.ring = malloc(grown.ring_size * sizeof *grown.ring);
-    grown.slots = calloc(2 * (size_t)grown.ring_size, sizeof *grown.slots);
-    if (!grown.ring || !grown.slots) {
-        ghosts_clear(&grown);
+    struct ghost_table *table = &ghosts->table, new = {0};
+    if (ghosts->old.ring) move_some(ghosts);
+    if (table->ring && table->next - table->first < table->ring_size) return 0;
+    new.ring_size = !table->ring ? LEAST : table->ring_size;
+    if (table->ring && ghosts->count > table->ring_size / 4 * 3) new.ring_size *= 2;
+    new.ring = pages_alloc(new.ring_size * sizeof *new.ring);
+    new.slots = pages_alloc(2 * (size_t)new.ring_size * sizeof *new.slots);
+    if (!new.ring || !new.slots) {
+        free_table(&new);
         return -1;
     }
-    grown.first = grown.next = grown.count = 0;
-    for (uint32_t place = ghosts->first; place != ghosts->next; place++) {
-        if (!is_there(ghosts, place)) continue;
-        uint32_t mark = ghosts->ring[place & (ghosts->ring_size - 1)];
-        grown.ring[grown.next] = mark;
-        grown.slots[slot_of(&grown, mark)] = slot_for(mark, grown.next++);
-        grown.count++;
-    }
-    ghosts_clear(ghosts);
-    *ghosts = grown;
+    new.next = ghosts->count;
+    ghosts->moved = 0;
+    ghosts->old = *table;
+    *table = new;
+    if (ghosts->old.ring) move_some(ghosts);
     return 0;
 }
 
 void ghosts_add(struct ghosts *ghosts, uint32_t mark) {
     ghosts_remove(ghosts, mark);
     if (make_place(ghosts) < 0) return;
-    ghosts->ring[ghosts->next & (ghosts->ring_size - 1)] = mark;
-    ghosts->slots[slot_of(ghosts, mark)] = slot_for(mark, ghosts->next++);
+    put(ghosts, &ghosts->table, ghosts->table.next++, mark);
     ghosts->count++;
 }
 
 void ghosts_pop(struct ghosts *ghosts) {
-    while (ghosts->count) {
-        uint32_t place = ghosts->first++;
-        if (!is_there(ghosts, place)) continue;
-        ghosts_remove(ghosts, ghosts->ring[place & (ghosts->ring_size - 1)]);
-        return;
-    }
+    if (!ghosts->count) return;
+    uint32_t mark = oldest(ghosts, &ghosts->table, ghosts->old.ring ? ghosts->moved : ghosts->table.next);
+    if (!mark && ghosts->old.ring) mark = oldest(ghosts, &ghosts->old, ghosts->old.next);
+    if (!mark) mark = oldest(ghosts, &ghosts->table, ghosts->table.next);
+    ghosts_remove(ghosts, mark);
 }
 
 /* --- CRC-32 (reflected, 0xEDB88320), four bytes a step --- */

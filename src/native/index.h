@@ -2,7 +2,7 @@
  *
  * The **table** is written by the pool alone and mapped read-only by clients. Its first page is the head; a table of
  * 2**bits buckets lies at 64 << bits, so that each size has a place of its own in one sparse file, and growing is a new
- * place and one store of `current`. A bucket is a cache line: a word that counts the names whose search went past it,
+ * place, filled bit by bit, and one store of `current`. A bucket is a cache line: a word that counts the names whose search went past it,
  * full, when they were added, and seven slots. A slot is a name: 62 bits of the key's hash, a bit that is always set, and
  * whether the object is sealed; 0 is empty. Two keys of one hash are two equal slots.
  *
@@ -16,6 +16,7 @@
 #ifndef KVRELAY_INDEX_H
 #define KVRELAY_INDEX_H
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -37,10 +38,20 @@ struct index_tallies {
     uint64_t lookups, matched, missed;
 };
 
+/* A table grows by and by, while readers go on in the one that is in force: a thread gets the next one's memory, additions
+ * fill it, it is put in force when it is whole, and then what was marked in the old one is taken over and its memory given
+ * back. */
+enum index_stage { STEADY, PREPARING, FILLING, LEAVING };
+
 struct index {
     uint8_t *table, *marks;
     unsigned most_bits;
     uint64_t used; /* names */
+    enum index_stage stage;
+    unsigned other_bits; /* of the table to come, or of the one that is left */
+    uint64_t done;       /* its buckets (LEAVING) or those of the table in force (FILLING) that have been seen to */
+    pthread_t preparing;
+    int prepared; /* by the thread: 0: not yet; 1: done; -1: there is no memory */
 };
 
 static inline struct index_head *index_head(const struct index *index) { return (struct index_head *)index->table; }

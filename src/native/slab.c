@@ -24,6 +24,8 @@ void pages_free(void *pages, size_t bytes) {
     if (pages) munmap(pages, bytes);
 }
 
+void pages_drop(void *pages, size_t bytes) { madvise(pages, bytes, MADV_DONTNEED); }
+
 int slab_reach(struct slab *slab, uint32_t number) {
     size_t chunk = number >> SLAB_BITS;
     while (slab->count <= chunk) {

@@ -21,6 +21,7 @@ void slab_free(struct slab *slab);
 /* Zeroed memory for large tables, in huge pages where the kernel gives them; NULL: none. */
 void *pages_alloc(size_t bytes);
 void pages_free(void *pages, size_t bytes);
+void pages_drop(void *pages, size_t bytes); /* a part of them, which is zero again */
 
 #define SLAB_AT(type, slab, number) \
     ((type *)(slab).chunks[(number) >> SLAB_BITS] + ((number) & (SLAB_ITEMS - 1)))

@@ -25,7 +25,7 @@ LEAST_OBJECT_BYTES = 64
 LEAST_BITS, MOST_BITS = 6, 28
 BUCKET_BYTES = 64
 BUCKET_OBJECTS = 5.6
-"""How many names a bucket has, on average, when the table grows."""
+"""How many names a bucket of the largest table has, on average, when the arena is full of the smallest objects."""
 
 
 def clock() -> str:

@@ -214,14 +214,15 @@ def test_lookups_are_counted_and_those_that_only_tell_count_no_keys(shown: Shown
     assert shown.catalog.looked_up() == LookedUp(shown.catalog.looked_up().index_bytes, 3, 2, 1)
 
 
-def test_what_was_looked_up_is_spared_as_what_the_pool_was_asked_for() -> None:
+@pytest.mark.parametrize("pages", [256, 1_000])  # of the latter the index grows while it is looked at
+def test_what_was_looked_up_is_spared_as_what_the_pool_was_asked_for(pages: int) -> None:
     """The same fills and the same lookups, of which one catalog answers all and of the other the index."""
     assert native is not None
     one, other = socket.socketpair()
     with one, other:
-        asked = Shown(native.Catalog(ARENA_BYTES), IndexMemory.create(ARENA_BYTES), -1)
-        looked = show(native.Catalog(ARENA_BYTES), one.fileno())
-        for turn in range(30):
+        asked = Shown(native.Catalog(pages * 4_096), IndexMemory.create(ARENA_BYTES), -1)
+        looked = show(native.Catalog(pages * 4_096), one.fileno())
+        for turn in range(pages // 8):
             keys = names(20, 20 * turn)
             for made in (asked, looked):
                 made.put(keys, 4_096)
