@@ -31,4 +31,4 @@ def until_idle(engine: ContractEngine) -> None:
 
 def said(leg: str, **more: Any) -> dict[str, Any]:
     """``kv_transfer_params`` of a leg, as the router gives them."""
-    return {"kvrelay": {"handover": HANDOVER, "leg": leg, "worker": leg, **more}}
+    return {"kvrelay": {"handover": HANDOVER, "leg": leg, "worker": leg} | more}

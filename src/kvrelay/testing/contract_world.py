@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from kvrelay.connector.config import ConnectorConfig
 from kvrelay.connector.counters import Counters
 from kvrelay.connector.link import PoolLink
-from kvrelay.connector.scheduler_side import SchedulerSide
 from kvrelay.testing.bare_connector import BareScheduler, BareWorker
 from kvrelay.testing.contract_guard import SchedulerGuard, WorkerGuard
 from kvrelay.testing.engine_shapes import EngineRequest, Status
@@ -22,6 +21,7 @@ from kvrelay.testing.paged_engine import chunks_of, shares
 from kvrelay.testing.paged_rank import PagedRank
 from kvrelay.testing.true_kv import CHUNK, GEOMETRY, Truth
 from kvrelay.testing.true_models import DENSE, TrueModel
+from kvrelay.testing.watched_side import WatchedSide
 from kvrelay.types import OnLostKv
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class ContractEngine:
             pool=address, engine=name, chunk_tokens=CHUNK, lookup_timeout_s=shape.lookup_s, lost_kv_wait_s=0.05,
             load_timeout_s=shape.load_s,
         )  # fmt: skip
-        self.side = SchedulerSide(
+        self.side = WatchedSide(
             config, facts=FACTS, geometry=shape.model.geometry, tables=shape.model.tables, ranks=ranks,
             saves=shape.saves, loads=shape.loads, role="kv_both", counters=self.counters,
             sync_loads=shape.takes_sync_loads,
