@@ -44,14 +44,14 @@ def all_bytes_of(memories: Iterable[Memory]) -> list[memoryview]:
 
 def _at_address(memory: Memory) -> memoryview:
     kind = f"{type(memory).__module__}.{type(memory).__qualname__}"
+    if isinstance(memory, type):
+        raise BadRequestError(f"{memory!r} is a type, no memory")
     if hasattr(memory, "data_ptr"):
-        if memory.device.type != "cpu":
-            raise BadRequestError(f"a {kind} on {memory.device} cannot be read from here: copy it to the CPU first")
-        if not memory.is_contiguous():
-            raise BadRequestError(f"a {kind} of shape {tuple(memory.shape)} is not contiguous")
-        if getattr(memory, "is_conj", bool)() or getattr(memory, "is_neg", bool)():
-            raise BadRequestError(f"a {kind} whose memory holds other values: give .resolve_conj().resolve_neg()")
-        address, size, read_only = memory.data_ptr(), memory.numel() * memory.element_size(), False
+        try:
+            address, size = _of_tensor(memory, kind)
+        except RuntimeError as error:  # as of sparse ones
+            raise BadRequestError(f"a {kind} has no memory to be read from here: {error}") from None
+        read_only = False
     elif hasattr(memory, "__array_interface__"):
         described = memory.__array_interface__
         if described.get("strides") is not None:
@@ -63,9 +63,22 @@ def _at_address(memory: Memory) -> memoryview:
             f"a {kind} is no memory: legal are buffers (bytes, memoryview), NumPy arrays and torch tensors on the CPU"
         )
     if not size:
-        return memoryview(b"")
+        return memoryview(bytearray())
+    if not address:
+        raise BadRequestError(f"a {kind} of {size} bytes has no memory of its own")
     view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
     return view.toreadonly() if read_only else view
+
+
+def _of_tensor(tensor: Memory, kind: str) -> tuple[int, int]:
+    """Address and size of a tensor's bytes."""
+    if tensor.device.type != "cpu":
+        raise BadRequestError(f"a {kind} on {tensor.device} cannot be read from here: copy it to the CPU first")
+    if not tensor.is_contiguous():
+        raise BadRequestError(f"a {kind} of shape {tuple(tensor.shape)} is not contiguous")
+    if getattr(tensor, "is_conj", bool)() or getattr(tensor, "is_neg", bool)():
+        raise BadRequestError(f"a {kind} whose memory holds other values: give .resolve_conj().resolve_neg()")
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 def element_size(memory: Memory) -> int:

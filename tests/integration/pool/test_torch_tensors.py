@@ -34,3 +34,19 @@ def test_a_tensor_whose_values_are_made_when_they_are_read_is_refused(client: Po
     with pytest.raises(BadRequestError, match="whose memory holds other values"):
         client.put(b"k", lazy)
     client.put(b"k", lazy.resolve_conj())
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor", "ignore:Sparse CSR tensor support")
+def test_tensors_without_memory_of_their_own_are_refused(client: PoolClient) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    fake = FakeTensorMode().from_tensor(torch.zeros(4))
+    for tensor, why in (
+        (fake, "FakeTensor of 16 bytes has no memory of its own"),
+        (torch.eye(3).to_sparse_csr(), "has no memory to be read from here"),
+        (torch.empty(3, device="meta"), "on meta cannot be read from here"),
+    ):
+        with pytest.raises(BadRequestError, match=why):
+            client.put(b"k", tensor)
+        with pytest.raises(BadRequestError, match=why):
+            client.get_many([b"k"], [tensor])

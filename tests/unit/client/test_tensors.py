@@ -20,14 +20,22 @@ def memory_of(tensor: Any) -> bytes:
 class CpuTensor:
     """As much of a torch tensor as is looked at."""
 
-    def __init__(self, data: np.ndarray[Any, Any], *, device: str = "cpu", contiguous: bool = True) -> None:
+    def __init__(
+        self,
+        data: np.ndarray[Any, Any],
+        *,
+        device: str = "cpu",
+        contiguous: bool = True,
+        address: int | None = None,
+    ) -> None:
         self._data = data
+        self._address = int(data.ctypes.data) if address is None else address
         self._contiguous = contiguous
         self.device = type("device", (), {"type": device, "__str__": lambda _: f"{device}:0"})()
         self.shape = data.shape
 
     def data_ptr(self) -> int:
-        return int(self._data.ctypes.data)
+        return self._address
 
     def element_size(self) -> int:
         return self._data.itemsize
@@ -92,6 +100,9 @@ def test_a_page_is_a_whole_number_of_elements() -> None:
         (CpuTensor(np.zeros(2), device="cuda"), "cuda:0"),
         (CpuTensor(np.zeros(2), contiguous=False), "not contiguous"),
         (np.array(["2020-01-01"] * 4, dtype="datetime64[s]")[::2], "not contiguous"),
+        (CpuTensor(np.zeros(2), address=0), "CpuTensor of 16 bytes has no memory of its own"),
+        (np.ndarray, "ndarray'> is a type, no memory"),
+        (CpuTensor, "CpuTensor'> is a type, no memory"),
         (7, "int is no memory"),
         ([1, 2], "list is no memory"),
     ],
@@ -101,8 +112,15 @@ def test_memory_that_cannot_be_used_is_refused_by_name(tensor: Any, why: str) ->
         bytes_of_tensor(tensor)
 
 
-def test_empty_tensors_have_no_bytes() -> None:
-    assert bytes_of_tensor(CpuTensor(np.zeros(0))).nbytes == 0
+@pytest.mark.parametrize(
+    "tensor",
+    [CpuTensor(np.zeros(0)), np.zeros((0, 4)), np.zeros((4, 0), np.float32), np.zeros(0, "datetime64[s]")],
+    ids=["tensor", "rows", "columns", "times"],
+)
+def test_empty_tensors_have_no_bytes(tensor: Any) -> None:
+    assert memory_of(tensor) == b""
+    with pytest.raises(BadRequestError, match="buffer 0 is empty"):
+        Blocks.of_buffers([bytes_of_tensor(tensor)], writable=True)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def bytes_of(view: memoryview, *, writable: bool = False) -> memoryview:
         raise BadRequestError(f"a buffer of {view.nbytes} bytes to read into is read-only")
     if view.format == "B" and view.ndim == 1:
         return view
+    if not view.nbytes:
+        return memoryview(bytearray())  # what has no bytes has no form that could be taken for one
     if "O" in _FIELD_NAME.sub("", view.format):
         raise BadRequestError(f"a buffer of {view.nbytes} bytes holds Python objects, which others cannot have")
     return view.cast("B")
