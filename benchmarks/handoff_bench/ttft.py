@@ -37,6 +37,7 @@ def measure(legs: Legs, length: int, decodes: int, settings: Settings) -> Times:
     """Rounds of: a fresh prompt handed over; the same again, now in D's cache; a cached one on the plain engine.
 
     P computes a prompt before both of what is compared: the processor's caches are as cold, and who answers has idled.
+    On D's core the plain engine has answered before that.
 
     Raises:
         KvRelayError: D computed prompts again.
@@ -55,6 +56,8 @@ def measure(legs: Legs, length: int, decodes: int, settings: Settings) -> Times:
             prompt = prompt_of(length, legs.contestant.name, length, decodes, round_)
             taken = times if counts else Times([], [], [])
             taken.handed.append(legs.hand_over(prompt)[0])
+            if legs.contestant.caches and not decodes:  # D has lost its core to the plain engine before either
+                legs.plain.stream(known)
             legs.prefill_other(prompt, legs.contestant.name, decodes, round_)
             if legs.contestant.caches:
                 taken.local.append(legs.decode.stream(prompt)[0])

@@ -228,9 +228,14 @@ class AsyncPoolClient(AsyncLink):
         """Abort what ``group`` is writing of ``keys``: a connection of it will not do its share, announced or not."""
         await self._run(self._ops.disclaim(keys, group=group))
 
-    async def match_prefix(self, keys: Sequence[bytes], *, lease_s: float = 0.0, unsealed: bool = True) -> Prefix:
-        """Find the longest prefix of ``keys`` that is present, leased for ``lease_s`` seconds (0: no lease)."""
-        return await self._run(self._ops.match_prefix(keys, lease_s=lease_s, unsealed=unsealed))
+    async def match_prefix(
+        self, keys: Sequence[bytes], *, lease_s: float = 0.0, unsealed: bool = True, sums: int = 0
+    ) -> Prefix:
+        """Find the longest prefix of ``keys`` that is present, leased for ``lease_s`` seconds (0: no lease).
+
+        ``sums``: if all of it is sealed, with so many segments at most, nothing is left to `wait` for.
+        """
+        return await self._run(self._ops.match_prefix(keys, lease_s=lease_s, unsealed=unsealed, sums=sums))
 
     async def wait(self, prefix: Prefix, layers: int, *, timeout_s: float) -> int:
         """Wait for layers of a leased prefix; how many are whole. WriterLostError, DeadlineError, LeaseExpiredError."""

@@ -81,6 +81,7 @@ class Engine:
             staging_mib=self.config.staging_mib // len(pools),
             max_early_loads=-(-self.config.max_early_loads // len(pools)),
             sync_load_bytes=self.config.sync_load_bytes // len(pools),
+            sync_load_idle_bytes=self.config.sync_load_idle_bytes // len(pools),
         )
         return {name: replace(self, config=replace(config, pool=address)) for name, address in pools.items()}
 

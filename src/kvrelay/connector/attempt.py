@@ -121,7 +121,9 @@ class Attempt:
                 keys = [self._kv.geometry.groups[group].key(chunk.key) for chunk in self._order.of(group)]
                 lease_s = min(limits.MAX_LEASE_S, max(LEASE_S, 2 * left))
                 if keys:
-                    prefixes[group] = self._client.match_prefix(keys, lease_s=lease_s, unsealed=self._unsealed)
+                    prefixes[group] = self._client.match_prefix(
+                        keys, lease_s=lease_s, unsealed=self._unsealed, sums=limits.MAX_SUMS
+                    )
             end = self._end(prefixes)
             if prefixes and end > self._order.start:
                 self._load(prefixes, end)

@@ -26,6 +26,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "staging_mib": (0, 100_000),
     "reconnect_s": (0.1, 60.0),
     "sync_load_bytes": (0, 1e12),
+    "sync_load_idle_bytes": (0, 1e12),
     "sync_load_timeout_s": (0.001, 10.0),
     "max_early_loads": (0, 64),
     "early_load_timeout_s": (0.001, 3600.0),
@@ -69,6 +70,8 @@ class ConnectorConfig:
     """The longest pause between two attempts to reach a pool that is away."""
     sync_load_bytes: int = 8 << 20
     """Up to so many bytes are loaded in the step that needs them, before its forward pass; 0: none."""
+    sync_load_idle_bytes: int = 64 << 20
+    """As many, if that is more, while the engine runs no other request."""
     sync_load_timeout_s: float = 0.25
     """A synchronous load not done by then is given up, and the rest computed here."""
     max_early_loads: int = 4

@@ -87,6 +87,8 @@ class DeviceLayer:
     ``blocks``: ``[kernel block][head][token][content]``, the engine's own memory, with any strides.
     """
 
+    in_host_memory = False
+
     def __init__(self, mirrors: Mirrors, blocks: torch.Tensor) -> None:
         self._mirrors = mirrors
         self._copies = mirrors.copies

@@ -98,6 +98,8 @@ class PagedLayer:
     ``[block][head][items]``. ``native``: objects hold whole blocks, as the engine does.
     """
 
+    in_host_memory = True
+
     def __init__(
         self,
         pages: np.ndarray[Any, Any],

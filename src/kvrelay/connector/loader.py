@@ -18,12 +18,15 @@ from msgspec.structs import replace
 from kvrelay.connector.attempt import SLICE_S, Attempt, CancelledLoadError, LoadJob, reason_of, write_layer
 from kvrelay.connector.core.orders import LoadKind, LoadOutcome
 from kvrelay.connector.early import Pursuit
+from kvrelay.connector.placed import PlacedLoad
 from kvrelay.connector.staging import Staging
+from kvrelay.errors import BadRequestError
 from kvrelay.types import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvrelay.client.blocking import PoolClient
     from kvrelay.connector.core.orders import LoadOrder
     from kvrelay.connector.counters import Counters
     from kvrelay.connector.link import PoolLink
@@ -71,10 +74,12 @@ class Loader:
         self._ended = ended
         self._counters = counters
         self._closing = False
+        self._using = [threading.Lock() for _ in links]
+        """Held by who uses the link."""
         self._queue: queue.SimpleQueue[tuple[LoadJob, bool] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, args=(link,), name=f"{name} {at}", daemon=True)
-            for at, link in enumerate(links)
+            threading.Thread(target=self._work, args=(link, using), name=f"{name} {at}", daemon=True)
+            for at, (link, using) in enumerate(zip(links, self._using, strict=True))
         ]
         for thread in self._threads:
             thread.start()
@@ -84,6 +89,21 @@ class Loader:
         job = LoadJob(order, time.monotonic() + self._timeout_s)
         self._queue.put((job, False))
         return job
+
+    def load_here(self, order: LoadOrder) -> bool:
+        """Load in the caller's thread what is only to be copied, if it is; whether it has been, and is over."""
+        if order.placed is None or not self._kv.in_host_memory or not self._using[0].acquire(blocking=False):
+            return False
+        try:
+            client = self._links[0].client()
+            job = LoadJob(order, time.monotonic() + self._timeout_s)
+            outcome = None if client is None else self._load_placed(client, job)
+        finally:
+            self._using[0].release()
+        if outcome is None:
+            return False
+        self._end(job, outcome)
+        return True
 
     def withdraw(self, job: LoadJob) -> None:
         """Wait for a load no longer: when this returns it has ended, and nothing is written for it any more."""
@@ -109,7 +129,7 @@ class Loader:
         for link in self._links:
             link.close()
 
-    def _work(self, link: PoolLink) -> None:
+    def _work(self, link: PoolLink, using: threading.Lock) -> None:
         started = not self._lazy
         while (item := self._queue.get()) is not None:
             if not started:
@@ -119,7 +139,8 @@ class Loader:
             outcome = LoadOutcome(job.order.start, 0, 0.0, Reason.FAILED_LOAD)
             run = self._stage if stage else self._load_staged if job.order.staged else self._run
             try:
-                outcome = run(link, job)
+                with using:
+                    outcome = run(link, job)
             except Exception:
                 log.exception("kvrelay: a bug: this load counts as failed, the engine goes on")
             if stage:
@@ -146,6 +167,9 @@ class Loader:
             if error is not None:
                 link.drop_if_closed(error)
             return outcome
+        placed = self._load_placed(client, job)
+        if placed is not None:
+            return placed
         first = Attempt(self._kv, client, job, cancelled, job.deadline, unsealed=not now)
         error = first.run()
         if error is None:
@@ -162,6 +186,24 @@ class Loader:
                 return again.outcome(reason if again.valid_end < order.end else Reason.NONE)
         link.drop_if_closed(error)
         return LoadOutcome(order.start, first.bytes, first.transfer_s, reason)
+
+    def _load_placed(self, client: PoolClient, job: LoadJob) -> LoadOutcome | None:
+        """Copy what the order says the places of; None: it does not, or what is there is something else."""
+        order = job.order
+        load = PlacedLoad.of(self._kv, job, client)
+        if load is None:
+            return None
+        began = time.monotonic()
+        try:
+            if not load.run(partial(self._is_cancelled, order)):
+                log.debug("kvrelay: request %s: not where it was found", order.request_id)
+                return None
+        except BadRequestError as error:  # no such place in the arena
+            log.debug("kvrelay: request %s: %s", order.request_id, error)
+            return None
+        except CancelledLoadError as error:
+            return LoadOutcome(order.start, load.bytes, time.monotonic() - began, reason_of(error))
+        return LoadOutcome(order.end, load.bytes, time.monotonic() - began)
 
     # --- staging ---
 

@@ -22,6 +22,8 @@ class Layer(Protocol):
     """One layer's KV cache of one rank, wherever it lies."""
 
     block_tokens: int
+    in_host_memory: bool
+    """A load is no more than a copy of bytes."""
 
     def computed(self) -> None:
         """The engine says that this step's tokens are in their blocks, or will be. For its own thread."""
@@ -96,6 +98,11 @@ class RankKv:
             for layer in self.layers
             for chunk in order.of(layer.group)
         )
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether a load is no more than a copy of bytes."""
+        return all(layer.pages.in_host_memory for layer in self.layers)
 
     @property
     def whole(self) -> bool:

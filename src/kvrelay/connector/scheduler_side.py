@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from kvrelay.connector.core.growth import Growth
 from kvrelay.connector.core.ledger import Ledger
 from kvrelay.connector.core.matching import Found, Search
+from kvrelay.connector.core.orders import Placed
 from kvrelay.connector.core.promises import Promises
 from kvrelay.connector.core.requests import Entry, HandOver, Phase
 from kvrelay.connector.holds import Holds
@@ -50,6 +51,8 @@ UNSTAGED = (
     "answers 503"
 )
 
+MOST_SUMS = 8_192
+"""Checksums that the pool may send with what it found: 64 KiB. Beyond that loads ask for them themselves."""
 LOOK_AGAIN_S = 0.1
 """How soon the pool is asked again for a prompt of which it had only part."""
 
@@ -114,6 +117,8 @@ class SchedulerSide:
         self._geometry = geometry
         self._tables = tables
         self._facts = facts
+        self._pool = ""
+        """Which pool process answers; set by the link's thread."""
         self._near = False
         """Whether the pool is on this host and lends its memory; set by the link's thread."""
         self._role = role
@@ -128,6 +133,7 @@ class SchedulerSide:
             saves=saves,
             loads=loads,
             sync_bytes=config.sync_load_bytes if sync else 0,
+            sync_idle_bytes=config.sync_load_idle_bytes,
             max_early=config.max_early_loads,
         )
         self.holds = Holds(
@@ -176,12 +182,16 @@ class SchedulerSide:
         """Whether its pool is there."""
         return self._link.client() is not None
 
+    def share_engine(self, others: Sequence[SchedulerSide]) -> None:
+        """The engine's other requests are these sides'."""
+        self._ledger.elsewhere = lambda: any(other._ledger.runs_others() for other in others)
+
     def must_wait(self, local: int) -> bool:
         """Whether a request with so many tokens in the prefix cache may share blocks this step is about to load."""
         return self._ledger.must_wait(local)
 
     def _register(self, client: PoolClient) -> None:
-        self._near = client.welcome.shm
+        self._pool, self._near = client.welcome.pool, client.welcome.shm
         client.register(self._config.engine, self._role, self.namespace, self._facts)
 
     # --- the engine's calls, in the order of a request's life ---
@@ -432,7 +442,8 @@ class SchedulerSide:
     # --- lookups ---
 
     def _look(self, entry: Entry) -> None:
-        search = Search(entry.chunks, entry.prompt_tokens, self._geometry, self._tables)
+        sums = MOST_SUMS if self._near else 0
+        search = Search(entry.chunks, entry.prompt_tokens, self._geometry, self._tables, sums=sums)
         over = entry.hand_over
         ticket = over.id if over is not None and over.leg == "decode" else None
         reason = self._lookups.begin(entry.request_id, search, ticket)
@@ -452,8 +463,10 @@ class SchedulerSide:
                 answer.lease,
                 self._clock() + (LOOK_AGAIN_S if partial else self._lease_s / 4),
                 answer.fresh,
-                sealed=answer.sealed if self._near else 0,
+                sealed=answer.sealed,
+                far=not self._near,
                 size_bytes=answer.size_bytes,
+                placed=Placed(self._pool, answer.offsets, answer.sums) if answer.sums else None,
             )
         elif answer is not None:
             self._settle(entry, answer)

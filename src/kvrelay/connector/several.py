@@ -53,6 +53,8 @@ class SeveralSchedulers:
         self._by_name = dict(sides)
         self.sides = tuple(sides.values())
         self._of: dict[str, SchedulerSide] = {}
+        for side in self.sides:
+            side.share_engine([other for other in self.sides if other is not side])
 
     def start(self) -> None:
         """Connect all; raises `ConfigError` if a pool refuses us."""

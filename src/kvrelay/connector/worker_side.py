@@ -167,11 +167,12 @@ class WorkerSide:
                 (self._early_loader if load.kind is LoadKind.EARLY else self._loader).load(load)
 
     def _load_now(self, orders: Sequence[LoadOrder]) -> None:
-        """Load before the forward pass; what takes too long is given up."""
-        loads = [self._sync_loader.load(order) for order in orders]
-        if not loads:
+        """Load before the forward pass: here what is only to be copied; the rest is given up if it takes too long."""
+        asked = [order for order in orders if not self._sync_loader.load_here(order)]
+        if not asked:
             return
-        names = [order.request_id for order in orders]
+        loads = [self._sync_loader.load(order) for order in asked]
+        names = [order.request_id for order in asked]
         with self._changed:
             self._changed.wait_for(lambda: all(map(self._ledger.has_ended, names)), self._sync_load_wait_s)
         for load in loads:

@@ -56,6 +56,8 @@ class PagedRank:
         shape = (model.blocks, self.share.heads, 2 * BLOCK * GROUP.head_size)
         self.pages = pages or [np.full(shape, 0xDEAD, "u4") for _ in self.own_layers]
         self.layers = [PagedLayer(p, codec, block_tokens=BLOCK, head_size=GROUP.head_size) for p in self.pages]
+        for layer in self.layers:
+            layer.in_host_memory = sync_s > 0  # else its loads take some time, which they are not given
         self.links = [
             PoolLink(address, name=f"{name} {what}", token=None, map_arena=shm)
             for what in ("saves", "loads 0", "loads 1", "loads now")

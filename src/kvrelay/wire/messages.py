@@ -214,13 +214,15 @@ class Match(Request, frozen=True):
     """Longest prefix of ``keys`` that is present, leased to this connection for ``lease_s`` (0: count only, no lease).
 
     Objects still being written count when ``unsealed`` is set: the reader can then `Wait` for their layers. ``ticket``:
-    the answer is to say which of them were first written for that hand-over.
+    the answer is to say which of them were first written for that hand-over. ``sums``: the answer is to bring the
+    checksums of all that matched, if it is all sealed and they are no more than so many.
     """
 
     keys: Keys
     lease_s: LeaseSeconds = 0.0
     unsealed: bool = True
     ticket: Name | None = None
+    sums: Annotated[int, Meta(ge=0, le=limits.MAX_SUMS)] = 0
 
 
 class View(Struct, array_like=True, frozen=True, gc=False):
@@ -242,6 +244,8 @@ class Matched(Reply, frozen=True):
     views: list[View]
     fresh: Annotated[list[Count], Meta(max_length=limits.MAX_KEYS)] = field(default_factory=list)
     """Which of them, by index, were written under the ticket named; none if it has ended, or none was named."""
+    sums: bytes = b""
+    """Packed u64: the checksums of every segment, object by object; empty if they were not asked for, or too many."""
 
 
 class Exists(Request, frozen=True):

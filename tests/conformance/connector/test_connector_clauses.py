@@ -247,6 +247,9 @@ def test_failed_blocks_are_told_with_their_request_at_the_latest_and_it_is_promi
     assert settled(engine, request)[0]
     key = chunks_of(engine.side, PROMPT)[lost].key
     with PoolClient.connect(pool.unix, name="thief") as thief:
+        if (found := thief.match_prefix([key])).views:
+            assert thief.arena is not None
+            thief.arena[found.views[0].offset] ^= 1  # leased bytes stay where they are when they are deleted
         thief.delete([key])
     until_idle(engine)  # the guard and the workers look at everything on the way
     assert loaded(engine) < len(PROMPT) - 1

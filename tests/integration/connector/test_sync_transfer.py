@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from kvrelay.client.blocking import PoolClient
 from kvrelay.connector.attempt import LoadJob
-from kvrelay.connector.core.orders import LoadKind, LoadOrder
+from kvrelay.connector.core.orders import LoadKind, LoadOrder, Placed
 from kvrelay.testing.paged_engine import PagedEngine
 from kvrelay.types import Reason
 
@@ -70,6 +71,94 @@ def test_a_step_does_not_wait_for_the_pool_to_hear_that_a_load_is_done(
     assert d.side.take_results().report.loads["r"].valid_end == TOKENS - 1
     with PoolClient.connect(pool.unix, name="asks") as client:  # its requests come after the release
         assert client.stat()["leases"] == 0
+
+
+def placed(pool: PoolThread, order: LoadOrder, *, at: int = 0, name: str = "") -> LoadOrder:
+    """The same, with the places of its chunks. ``at``: bytes they are said to be off; ``name``: another pool's."""
+    with PoolClient.connect(pool.unix, name="scheduler") as client:
+        found = client.match_prefix([chunk.key for chunk in order.chunks], lease_s=5.0, sums=1 << 10)
+        sums = b"".join(known.tobytes() for known in found._sums)
+        offsets = array("Q", (view.offset + at for view in found.views)).tobytes()
+        return msgspec.structs.replace(order, placed=Placed(name or client.welcome.pool, offsets, sums))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What loads have asked the pool for."""
+    names: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def calls(*given: Any, **more: Any) -> Any:
+            names.append(name)
+            return call(*given, **more)
+
+        return calls
+
+    for name in ("match_prefix", "wait", "release"):
+        monkeypatch.setattr(PoolClient, name, noted(name, getattr(PoolClient, name)))
+    return names
+
+
+@pytest.mark.parametrize("kind", [LoadKind.NOW, LoadKind.LATER])
+@pytest.mark.parametrize(("start", "end"), [(0, 199), (48, 192), (64, 100)])
+def test_of_what_is_placed_the_pool_is_asked_nothing(
+    pool: PoolThread, make_rank: Make, make_chunks: Make, asked: list[str], kind: LoadKind, start: int, end: int
+) -> None:
+    p, d = prefilled(pool, make_rank, make_chunks(TOKENS))
+    before = [pages.copy() for pages in d.pages]
+    order = placed(pool, now(d.load_order(make_chunks(TOKENS), D_BLOCKS, start=start), end))
+    asked.clear()
+    d.begin(loads=(msgspec.structs.replace(order, kind=kind),))
+    outcome = d.results(lambda results: "r" in results.report.loads).report.loads["r"]
+    assert (outcome.valid_end, outcome.reason, asked) == (end, Reason.NONE, [])
+    for ours, theirs in zip(d.tokens(D_BLOCKS, end, start), p.tokens(P_BLOCKS, end, start), strict=True):
+        assert np.array_equal(ours, theirs)
+    for pages, old in zip(d.pages, before, strict=True):
+        assert (pages != old).sum() <= (end - start) * 4 * 2 * 32
+
+
+@pytest.mark.parametrize("kind", [LoadKind.NOW, LoadKind.LATER])
+@pytest.mark.parametrize("wrong", [{"at": 64}, {"at": 1 << 40}, {"name": "another pool"}])
+def test_what_is_not_where_it_was_found_is_asked_for(
+    pool: PoolThread, make_rank: Make, make_chunks: Make, asked: list[str], kind: LoadKind, wrong: dict[str, Any]
+) -> None:
+    """1. The scheduler's side finds it. 2. Its lease ends, and the place is another's; or the pool is a new one."""
+    p, d = prefilled(pool, make_rank, make_chunks(TOKENS))
+    order = placed(pool, now(d.load_order(make_chunks(TOKENS), D_BLOCKS), TOKENS - 1), **wrong)
+    asked.clear()
+    d.begin(loads=(msgspec.structs.replace(order, kind=kind),))
+    outcome = d.results(lambda results: "r" in results.report.loads).report.loads["r"]
+    assert (outcome.valid_end, asked[0]) == (TOKENS - 1, "match_prefix")
+    for ours, theirs in zip(d.tokens(D_BLOCKS, 199), p.tokens(P_BLOCKS, 199), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_a_placed_load_that_finds_damage_tells_the_pool(pool: PoolThread, make_rank: Make, make_chunks: Make) -> None:
+    chunks = make_chunks(TOKENS)
+    _, d = prefilled(pool, make_rank, chunks)
+    order = placed(pool, now(d.load_order(chunks, D_BLOCKS), TOKENS - 1))
+    with PoolClient.connect(pool.unix, name="vandal") as vandal:
+        found = vandal.match_prefix([chunk.key for chunk in chunks], lease_s=5.0)
+        assert vandal.arena is not None
+        vandal.arena[found.views[2].offset] ^= 1
+    d.begin(loads=(order,))
+    results = d.side.take_results()
+    assert results.report.loads["r"].reason is Reason.CORRUPT
+    assert results.invalid_block_ids == set(D_BLOCKS)
+    with PoolClient.connect(pool.unix, name="asks") as client:
+        assert client.stat()["corrupt"] == 1
+
+
+def test_a_synchronous_load_that_another_is_still_in_the_way_of_is_left_to_its_thread(
+    pool: PoolThread, make_rank: Make, make_chunks: Make
+) -> None:
+    """1. The step before gave a load up, and its thread is still in the pool. 2. The next step loads."""
+    _, d = prefilled(pool, make_rank, make_chunks(TOKENS))
+    order = placed(pool, now(d.load_order(make_chunks(TOKENS), D_BLOCKS), TOKENS - 1))
+    loader = d.side._sync_loader
+    with loader._using[0]:
+        assert not loader.load_here(order)
+    assert loader.load_here(order)
 
 
 def test_what_takes_too_long_is_given_up_and_nothing_is_written_any_more(
@@ -144,6 +233,7 @@ def test_what_a_failed_one_left_in_the_prefix_cache_is_taken_by_nobody(
             p.step()
         (rank,) = d.ranks
         monkeypatch.setattr(rank.side, "_sync_load_wait_s", 0.0)
+        monkeypatch.setattr(rank.side._sync_loader, "load_here", lambda _: False)
         monkeypatch.setattr(rank.side._sync_loader, "load", lambda order: LoadJob(order, 0.0))
         d.add("first", prompt, 2)
         while not d.synchronous:

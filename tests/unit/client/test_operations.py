@@ -88,6 +88,17 @@ DONE = m.Done(0)
 ONE = m.View(0, 4, 1, 1, 1)
 
 
+def test_checksums_that_come_with_the_match_are_not_waited_for() -> None:
+    ops, arena = over_shm()
+    arena[:8] = b"aaaabbbb"
+    matched = m.Matched(0, 9, 1, [m.View(0, 8, 2, 1, 2)], sums=sums(b"aaaa", b"bbbb"))
+    play = Play(matched)
+    prefix = play.run(ops.match_prefix([b"k"], lease_s=1.0, unsealed=True, sums=2))
+    assert play.run(ops.wait(prefix, 2, timeout_s=1.0)) == 2
+    assert [bytes(view) for view in play.run(ops.fetch(prefix, [m.Range(0, 0, 2)]))] == [b"aaaabbbb"]
+    assert play.asked == [m.Match(0, [b"k"], 1.0, sums=2)]
+
+
 def test_nothing_asks_for_nothing() -> None:
     ops = over_tcp()
     play = Play()

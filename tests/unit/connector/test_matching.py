@@ -109,6 +109,37 @@ def test_one_full_group_is_asked_for_its_chunks_and_a_part_will_do() -> None:
     assert search.take(answer) == (Found(2, 7, (1,), 2, 2 * VIEW.size), 0)
 
 
+@pytest.mark.parametrize(
+    ("view", "sums"),
+    [
+        (m.View(64, 512, 1, 1, 1), 2),
+        (m.View(64, 512, 1, 1, 1), 3),
+        (m.View(64, 256, 1, 1, 1), 2),
+        (m.View(64, 512, 2, 1, 2), 2),
+    ],
+)
+def test_where_chunks_are_is_known_if_the_answer_brings_their_checksums_and_they_are_what_they_are_called(
+    view: m.View, sums: int
+) -> None:
+    geometry, tables = model(0)
+    search = Search(chunks_of(40), 40, geometry, tables, sums=5)
+    question = search.ask(1.0)
+    assert isinstance(question, m.Match)
+    assert question.sums == 5
+    found, _ = search.take(m.Matched(0, 7, 2, [view] * 2, sums=bytes(8 * sums)))
+    assert found is not None
+    whole = (view.size, view.layers, sums) == (512, 1, 2)
+    assert (found.offsets, found.sums) == ((2 * (64).to_bytes(8, "little"), bytes(16)) if whole else (b"", b""))
+
+
+@pytest.mark.parametrize("windows", [(12,), (0, 12)])
+def test_of_windows_no_places_are_asked_for(windows: tuple[int, ...]) -> None:
+    geometry, tables = model(*windows)
+    question = Search(chunks_of(40), 40, geometry, tables, sums=5).ask(1.0)
+    assert isinstance(question, m.Match)
+    assert question.sums == 0
+
+
 def test_chunks_before_all_windows_came_from_where_the_first_that_is_needed_did() -> None:
     geometry, tables = model(12)
     search = Search(chunks_of(40), 40, geometry, tables)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvrelay.connector.core.orders import LoadOutcome, RankReport, StepOrders
 from kvrelay.connector.core.rank import Results
 from kvrelay.connector.several import SeveralReports, SeveralSchedulers, SeveralWorkers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Side:
@@ -19,6 +22,10 @@ class Side:
         self.connected = True
         self.about_to_load = False
         self.idle = True
+        self.others: list[Side] = []
+
+    def share_engine(self, others: Sequence[Side]) -> None:
+        self.others = list(others)
 
     def must_wait(self, local: int) -> bool:
         return self.about_to_load and local > 0
@@ -70,6 +77,11 @@ def test_a_request_is_the_sides_of_who_prefilled_else_of_the_first_whose_pool_is
     add(several, "e", "")
     assert [told[1] for told in sides[0].told] == ["b", "d", "e"]
     assert [told[1] for told in sides[1].told] == ["a", "c"]
+
+
+@pytest.mark.usefixtures("several")
+def test_each_side_knows_whose_requests_the_engine_runs_beside_its_own(sides: tuple[Side, Side]) -> None:
+    assert (sides[0].others, sides[1].others) == ([sides[1]], [sides[0]])
 
 
 def test_what_another_side_is_about_to_load_is_waited_for(several: SeveralSchedulers, sides: tuple[Side, Side]) -> None:

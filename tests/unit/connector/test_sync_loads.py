@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.connector.core.ledger import Ledger
-from kvrelay.connector.core.orders import LoadKind, LoadOrder, LoadOutcome, RankReport
+from kvrelay.connector.core.orders import LoadKind, LoadOrder, LoadOutcome, Placed, RankReport
 from kvrelay.connector.core.rank import RankLedger
 from kvrelay.connector.core.requests import Entry, HandOver, Phase
 from kvrelay.connector.core.sync_loads import REST_CLAIMS, Ended, SyncLoads
@@ -18,16 +18,34 @@ TABLE = list(range(100, 200))
 TOKEN_BYTES = 10
 
 
-def ledger_of(sync_bytes: int = 10_000) -> Ledger:
-    return Ledger(engine="D0", tables=Tables.one(BLOCK), ranks=2, saves=True, loads=True, sync_bytes=sync_bytes)
+def ledger_of(sync_bytes: int = 10_000, idle_bytes: int = 0) -> Ledger:
+    return Ledger(
+        engine="D0", tables=Tables.one(BLOCK), ranks=2, saves=True, loads=True, sync_bytes=sync_bytes,
+        sync_idle_bytes=idle_bytes,
+    )  # fmt: skip
 
 
-def matched(ledger: Ledger, tokens: int, *, name: str = "r", sealed: int | None = None, leg: str = "decode") -> Entry:
+def places(count: int) -> Placed:
+    """Of chunks with two segments each."""
+    return Placed("pool", bytes(range(8 * count)), bytes(range(16 * count)))
+
+
+def matched(
+    ledger: Ledger,
+    tokens: int,
+    *,
+    name: str = "r",
+    sealed: int | None = None,
+    leg: str = "decode",
+    placed: Placed | None = None,
+    far: bool = False,
+) -> Entry:
     chunks = tuple(Chunk(bytes([at]), at, min(at + CHUNK, tokens)) for at in range(0, tokens, CHUNK))
     entry = ledger.add(name, tokens, chunks, HandOver("ho-1", leg, "D1"))
     ledger.look(entry)
     found = len(chunks) if sealed is None else sealed
-    ledger.match(entry, len(chunks), 7, 10.0, range(len(chunks)), sealed=found, size_bytes=tokens * TOKEN_BYTES)
+    size = tokens * TOKEN_BYTES
+    ledger.match(entry, len(chunks), 7, 10.0, range(len(chunks)), sealed=found, size_bytes=size, placed=placed, far=far)
     return entry
 
 
@@ -74,6 +92,50 @@ class TestClaiming:
         assert (ledger.claimable(second, 0), second.near) == (128, False)
         ledger.take_orders((), ())
         assert (ledger.claimable(second, 0), second.near) == (127, True)
+
+    def test_an_engine_that_runs_nothing_else_takes_more_at_once_if_it_is_only_to_be_copied(self) -> None:
+        ledger = ledger_of(sync_bytes=320, idle_bytes=1_280)
+        asked = matched(ledger, 128, name="asked")
+        assert (ledger.claimable(asked, 0), asked.near) == (128, False)
+        entry = matched(ledger, 128, name="placed", placed=places(2))
+        assert (ledger.claimable(entry, 0), entry.near) == (127, True)
+        other = ledger.add("other", 10, (), None)
+        assert (ledger.claimable(entry, 0), entry.near) == (127, True)
+        ledger.settle(other, Reason.MISS)
+        ledger.prove(other, 0)
+        assert (ledger.claimable(entry, 0), entry.near) == (128, False)
+        ledger.finish(other)
+        assert (ledger.claimable(entry, 0), entry.near) == (127, True)
+
+    def test_requests_of_another_pool_are_not_held_up_either(self) -> None:
+        ledger = ledger_of(sync_bytes=320, idle_bytes=1_280)
+        entry = matched(ledger, 128, placed=places(2))
+        ledger.elsewhere = lambda: True
+        assert (ledger.claimable(entry, 0), entry.near) == (128, False)
+        ledger.elsewhere = lambda: False
+        assert (ledger.claimable(entry, 0), entry.near) == (127, True)
+
+    def test_what_comes_over_a_network_holds_up_nobody_but_the_request_itself(self) -> None:
+        ledger = ledger_of(sync_bytes=1_280, idle_bytes=10_000)
+        entry = matched(ledger, 128, far=True)
+        assert (ledger.claimable(entry, 0), entry.near) == (127, True)
+        large = matched(ledger, 200, name="large", far=True)
+        assert (ledger.claimable(large, 0), large.near) == (200, False)
+        ledger.prove(ledger.add("other", 10, (), None), 0)
+        assert (ledger.claimable(entry, 0), entry.near) == (128, False)
+
+    def test_what_idle_engines_may_load_is_no_way_around_loading_nothing_so(self) -> None:
+        ledger = ledger_of(sync_bytes=0, idle_bytes=10_000)
+        entry = matched(ledger, 128, placed=places(2))
+        assert (ledger.claimable(entry, 0), entry.near) == (128, False)
+
+    def test_a_rank_is_told_where_the_chunks_are_that_it_loads(self) -> None:
+        ledger = ledger_of()
+        entry = matched(ledger, 193, placed=places(4))
+        ledger.allocated(entry, ledger.claimable(entry, 64), (TABLE,), now=1.0)
+        (order,) = ledger.take_orders((), ()).loads
+        assert [chunk.start for chunk in order.chunks] == [64, 128]
+        assert order.placed == Placed("pool", bytes(range(8, 24)), bytes(range(16, 48)))
 
     def test_a_request_that_may_share_what_is_about_to_be_loaded_waits_for_the_next_step(self) -> None:
         """vLLM puts the blocks into its prefix cache when it gives them out: they hold nothing yet."""

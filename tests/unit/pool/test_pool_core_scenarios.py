@@ -298,6 +298,20 @@ def test_an_object_leased_twice_is_waited_for_once() -> None:
     assert memoryview(ready.sums).cast("Q").tolist() == [5, 5]
 
 
+def test_a_match_brings_the_checksums_of_what_is_sealed_if_they_are_not_too_many() -> None:
+    d = Driver()
+    deep = d.announce(2, b"deep", layers=2, segments=2)[0]
+    d.ask(2, m.Written(0, [m.Part(deep.handle, 0, [1, 2, 3, 4])]), m.Done)
+    flat = d.announce(2, b"flat", b"open")[0]
+    d.ask(2, m.Written(0, [m.Part(flat.handle, 0, [5])]), m.Done)
+    both = [b"deep", b"flat"]
+    assert memoryview(d.ask(3, m.Match(0, both, 5.0, sums=5), m.Matched).sums).cast("Q").tolist() == [1, 2, 3, 4, 5]
+    assert d.ask(3, m.Match(0, [*both, b"gone"], 5.0, sums=9), m.Matched).sums
+    assert d.ask(3, m.Match(0, both, 5.0, sums=4), m.Matched).sums == b""
+    assert d.ask(3, m.Match(0, both, 5.0), m.Matched).sums == b""
+    assert d.ask(3, m.Match(0, [*both, b"open"], 5.0, sums=9), m.Matched).sums == b""
+
+
 def test_a_match_says_what_was_written_for_a_ticket_and_what_was_there_before() -> None:
     d = Driver()
     d.ask(1, m.OpenTicket(0, "t", 100.0), m.Done)

@@ -45,6 +45,8 @@ class Prefix:
         self.views = matched.views
         self.ready = 0
         self._sums = [array("Q") for _ in matched.views]
+        if matched.sums:
+            self.note_ready(self.layers, matched.sums)
 
     def __len__(self) -> int:
         return len(self.views)

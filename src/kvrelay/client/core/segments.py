@@ -129,12 +129,14 @@ class Segments:
 
     # --- reading ---
 
-    def match_prefix(self, keys: Sequence[bytes], *, lease_s: float, unsealed: bool) -> Operation[Prefix]:
+    def match_prefix(
+        self, keys: Sequence[bytes], *, lease_s: float, unsealed: bool, sums: int = 0
+    ) -> Operation[Prefix]:
         """Find the longest prefix of ``keys``; see `Match`."""
         keys = keys_of(keys)
         if not keys:
             return Prefix(m.Matched(0, 0, 0, []))
-        reply = yield Ask(m.Match(0, list(keys), lease_s, unsealed), m.Matched)
+        reply = yield Ask(m.Match(0, list(keys), lease_s, unsealed, sums=sums), m.Matched)
         assert isinstance(reply, m.Matched)
         return Prefix(reply)
 

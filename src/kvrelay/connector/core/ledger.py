@@ -24,9 +24,10 @@ from kvrelay.connector.core.sync_loads import SyncLoads
 from kvrelay.types import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvrelay.connector.core.growth import Growth
+    from kvrelay.connector.core.orders import Placed
     from kvrelay.connector.core.sync_loads import Ended
     from kvrelay.connector.core.tables import Tables
     from kvrelay.identity.core.chunks import Chunk
@@ -52,12 +53,14 @@ class Ledger:
         saves: bool,
         loads: bool,
         sync_bytes: int = 0,
+        sync_idle_bytes: int = 0,
         max_early: int = 0,
     ) -> None:
         """``ranks``: how many workers report; ``saves``, ``loads``: what this engine's role allows.
 
         ``sync_bytes``: what may be loaded synchronously in one step; 0 where the engine cannot be told which blocks a
-        failed load left empty. ``max_early``: loads at a time that may be claimed before all of them is there.
+        failed load left empty. ``sync_idle_bytes``: the same, while no other request runs. ``max_early``: loads at a
+        time that may be claimed before all of them is there.
         """
         assert not sync_bytes or tables.divisible, "this engine loads asynchronously"
         self._engine = engine
@@ -65,7 +68,9 @@ class Ledger:
         self._ranks = ranks
         self.saves = saves
         self.loads = loads
-        self._sync = SyncLoads(sync_bytes, tables.tables[0].block_tokens)
+        self._sync = SyncLoads(sync_bytes, tables.tables[0].block_tokens, sync_idle_bytes)
+        self.elsewhere: Callable[[], bool] = lambda: False
+        """Whether the engine runs requests that this ledger does not know."""
         self._max_early = max_early if tables.divisible else 0
         self._entries: dict[str, Entry] = {}
         self._loading_now: dict[str, Entry] = {}
@@ -147,11 +152,14 @@ class Ledger:
         *,
         sealed: int = 0,
         size_bytes: int = 0,
+        placed: Placed | None = None,
+        far: bool = False,
     ) -> None:
         """The pool holds the first ``chunks`` chunks, under ``lease``; past ``look_again_at`` it is not relied on.
 
         ``fresh``: which of them were written for this hand-over; ``sealed``: how many of them are sealed;
-        ``size_bytes``: of all together.
+        ``size_bytes``: of all together; ``placed``: where they are, if they can be read there; ``far``: they come over
+        a network.
         """
         entry.early = chunks < len(entry.chunks) and self.may_follow(entry)
         if not chunks and not entry.early:
@@ -161,6 +169,7 @@ class Ledger:
         entry.matched_end = entry.chunks[chunks - 1].end if chunks else 0
         entry.matched_bytes = size_bytes
         entry.sealed = sealed == chunks
+        entry.placed, entry.far = placed, far
         entry.lease = lease
         entry.look_again_at = look_again_at
         entry.reason = Reason.NONE if chunks == len(entry.chunks) else Reason.PARTIAL if chunks else Reason.MISS
@@ -242,11 +251,29 @@ class Ledger:
             return 0
         if entry.early:
             return promised - local
-        prefill = entry.hand_over is not None and entry.hand_over.leg == "prefill"
-        near = entry.sealed and not prefill and not entry.staged
-        entry.near = near and self._sync.fits(entry.share_bytes(near_end - local))
+        entry.near = self._is_near(entry, near_end - local)
         end = near_end if entry.near else load_end(entry.matched_end, entry.prompt_tokens, self._tables)
         return end - local
+
+    def _is_near(self, entry: Entry, tokens: int) -> bool:
+        """Whether so many of its matched tokens may be loaded synchronously."""
+        prefill = entry.hand_over is not None and entry.hand_over.leg == "prefill"
+        if not entry.sealed or prefill or entry.staged:
+            return False
+        size = entry.share_bytes(tokens)
+        if entry.far:
+            return self._sync.fits(size) and self._alone(entry)
+        return self._sync.fits(size) or (
+            entry.placed is not None and self._sync.fits(size, idle=True) and self._alone(entry)
+        )
+
+    def _alone(self, entry: Entry) -> bool:
+        """Whether no other request runs."""
+        return not self.runs_others(entry) and not self.elsewhere()
+
+    def runs_others(self, entry: Entry | None = None) -> bool:
+        """Whether the engine has begun to compute on a request, other than this one, that has not ended."""
+        return any(one.scheduled and one.phase is not Phase.ENDED for one in self._entries.values() if one is not entry)
 
     def allocated(self, entry: Entry, external: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """The engine gave the request blocks and will have ``external`` tokens loaded into them.
@@ -260,7 +287,9 @@ class Ledger:
             return
         start, end = entry.local, entry.local + external
         starts = tuple(max(start, held) for held in self._tables.held_from(block_ids, end))
-        wanted = tuple(chunk for chunk in entry.chunks if chunk.start < end and chunk.end > start)
+        first = next(at for at, chunk in enumerate(entry.chunks) if chunk.end > start)
+        wanted = tuple(chunk for chunk in entry.chunks[first:] if chunk.start < end)
+        placed = None if entry.early or entry.staged else entry.placed
         entry.move(Event.CLAIM)
         entry.claim = (start, end)
         entry.claimed_at = now
@@ -274,6 +303,7 @@ class Ledger:
             staged=entry.staged,
             kind=LoadKind.NOW if entry.near else LoadKind.EARLY if entry.early else LoadKind.LATER,
             ticket=entry.hand_over.id if entry.early and entry.hand_over is not None else "",
+            placed=placed and placed.between(first, first + len(wanted)),
         )
         if entry.early and not entry.ticket:
             entry.next_chunk = len(entry.chunks)  # the prefill engine saves them

@@ -13,6 +13,7 @@ A model whose groups have no windows needs the first question only, and part of 
 
 from __future__ import annotations
 
+from array import array
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,10 @@ class Found(Struct, frozen=True):
     """How many chunks, from the first on, are sealed, where that is known."""
     size_bytes: int = 0
     """Of all of them, where ``sealed`` is known."""
+    offsets: bytes = b""
+    """Packed u64: where each begins in the pool's arena, where ``sums`` is known."""
+    sums: bytes = b""
+    """Packed u64: the checksums of all segments of all, sealed chunks of one group."""
 
 
 NOTHING = Found(0, 0)
@@ -56,7 +61,11 @@ def load_end(chunk_end: int, prompt_tokens: int, tables: Tables) -> int:
 class Search:
     """The questions for one prompt, one at a time: `ask`, then `take` the answer, until that is `Found`."""
 
-    def __init__(self, chunks: Sequence[Chunk], prompt_tokens: int, geometry: KvGeometry, tables: Tables) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], prompt_tokens: int, geometry: KvGeometry, tables: Tables, *, sums: int = 0
+    ) -> None:
+        """``sums``: so many checksums at most are to come with the answer."""
+        self._sums = sums
         self._chunks = chunks
         self._prompt_tokens = prompt_tokens
         self._geometry = geometry
@@ -75,7 +84,7 @@ class Search:
         if self._flags:
             return m.Exists(0, [self._key(*item) for item in self._flags])
         keys = [self._key(*item) for item in self._needed(self._count)]
-        return m.Match(0, keys, lease_s, unsealed=True, ticket=ticket)
+        return m.Match(0, keys, lease_s, unsealed=True, ticket=ticket, sums=self._sums if self._alone else 0)
 
     def take(self, answer: m.Matched | m.Existing) -> tuple[Found | None, int]:
         """What was found, or ``None``: ask on; and a lease to release, or 0."""
@@ -92,7 +101,11 @@ class Search:
             if not chunks:
                 return NOTHING, answer.lease
             sealed = answer.sealed // len(self._dense)
-            return Found(chunks, answer.lease, fresh, sealed, sum(view.size for view in answer.views)), 0
+            size = sum(view.size for view in answer.views)
+            if not (answer.sums and self._alone and self._as_named(answer)):
+                return Found(chunks, answer.lease, fresh, sealed, size), 0
+            offsets = array("Q", (view.offset for view in answer.views)).tobytes()
+            return Found(chunks, answer.lease, fresh, sealed, size, offsets, answer.sums), 0
         if there == len(needed):
             return Found(self._count, answer.lease, fresh), 0
         if self._exact:
@@ -101,6 +114,20 @@ class Search:
             self._count = min(self._count, there // len(self._dense))
         self._flags = [(at, group) for at in range(self._count) for group in self._windowed]
         return (None if self._count else NOTHING), answer.lease
+
+    @property
+    def _alone(self) -> bool:
+        """Whether one chunk is one object."""
+        return len(self._dense) == 1 and not self._windowed
+
+    def _as_named(self, answer: m.Matched) -> bool:
+        """Whether objects and checksums are what the keys say."""
+        group = self._geometry.groups[0]
+        shape = len(group.layers), group.heads
+        return len(answer.sums) == 8 * shape[0] * shape[1] * len(answer.views) and all(
+            (view.layers, view.segments) == shape and view.size == group.object_bytes(chunk.tokens)
+            for view, chunk in zip(answer.views, self._chunks, strict=False)
+        )
 
     @staticmethod
     def _fresh(needed: Sequence[tuple[int, int]], indices: Sequence[int]) -> tuple[int, ...]:

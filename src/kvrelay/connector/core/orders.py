@@ -40,6 +40,22 @@ class SaveOrder(Struct, frozen=True):
         return tuple(chunk for chunk in self.chunks if chunk.start >= self.starts[group])
 
 
+class Placed(Struct, frozen=True):
+    """Where the pool holds consecutive chunks, sealed, under a lease of the scheduler's side; of one group."""
+
+    pool: str
+    """The pool process in whose arena they are."""
+    offsets: bytes
+    """Packed u64: where each chunk's object begins in the arena."""
+    sums: bytes
+    """Packed u64: checksums of all segments, object by object."""
+
+    def between(self, first: int, end: int) -> Placed:
+        """Chunks ``[first, end)`` of these, counted from 0."""
+        each = len(self.sums) // len(self.offsets) * 8
+        return Placed(self.pool, self.offsets[8 * first : 8 * end], self.sums[each * first : each * end])
+
+
 class LoadKind(Enum):
     """When a load is done."""
 
@@ -68,6 +84,8 @@ class LoadOrder(Struct, frozen=True):
     kind: LoadKind = LoadKind.LATER
     ticket: str = ""
     """Of an early load: the hand-over under which the rest is announced."""
+    placed: Placed | None = None
+    """Where its chunks are, if that is known: then a rank need not ask the pool."""
 
     def of(self, group: int) -> tuple[Chunk, ...]:
         """Chunks that hold a token of the group to be loaded."""

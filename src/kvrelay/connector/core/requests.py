@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvrelay.connector.core.growth import Growth
+    from kvrelay.connector.core.orders import Placed
     from kvrelay.identity.core.chunks import Chunk
 
 
@@ -103,6 +104,10 @@ class Entry(Struct, kw_only=True):
     """Of the objects that hold them."""
     sealed: bool = False
     """All of them are sealed."""
+    far: bool = False
+    """They are in a pool that lends no memory here."""
+    placed: Placed | None = None
+    """Where they are, if that is known."""
     near: bool = False
     """What may be loaded of them, when the engine last asked, may be loaded synchronously."""
     early: bool = False

@@ -1,10 +1,10 @@
 """Which loads are synchronous, and what must be known of those under way. Pure.
 
 A synchronous load is done before the forward pass of the step that claims it, so it costs no step of its own, but holds
-up everybody in that step: a budget of bytes bounds that. The engine names the blocks it loads into in its prefix cache
-before they hold anything, which has two consequences. Another request must not take them for computed in the same step.
-And when the load fails, their names must be taken away: if the request ended before it has computed them again, the
-next one that begins alike would take whatever they hold for its KV.
+up everybody in that step: a budget of bytes bounds that, a larger one where nobody else is there. The engine names the
+blocks it loads into in its prefix cache before they hold anything, which has two consequences. Another request must not
+take them for computed in the same step. And when the load fails, their names must be taken away: if the request ended
+before it has computed them again, the next one that begins alike would take whatever they hold for its KV.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ class Ended(Struct, frozen=True):
 class SyncLoads:
     """The synchronous loads of one engine."""
 
-    def __init__(self, limit_bytes: int, block_tokens: int) -> None:
-        """``limit_bytes``: of all in one step; 0: none."""
-        self._limit = self._left = limit_bytes
+    def __init__(self, limit_bytes: int, block_tokens: int, idle_bytes: int = 0) -> None:
+        """``limit_bytes``: of all in one step; 0: none. ``idle_bytes``: while the engine has nothing else to do."""
+        self._limit = limit_bytes
+        self._idle = max(limit_bytes, idle_bytes) if limit_bytes else 0
+        self._claimed = 0
         self._block = block_tokens
         self._rest = 0
         self._under_way: dict[str, tuple[LoadOrder, tuple[int, ...]]] = {}
         self._starts: list[int] = []
 
-    def fits(self, size_bytes: int) -> bool:
-        """Whether a load of so many bytes may still be done in this step."""
-        return not self._rest and size_bytes <= self._left
+    def fits(self, size_bytes: int, *, idle: bool = False) -> bool:
+        """Whether a load of so many bytes may still be done in this step. ``idle``: nobody else waits for it."""
+        return not self._rest and self._claimed + size_bytes <= (self._idle if idle else self._limit)
 
     def overlaps(self, local: int) -> bool:
         """Whether the first ``local`` tokens of a request may lie in blocks this step is only about to load."""
@@ -54,7 +56,7 @@ class SyncLoads:
 
     def claim(self, order: LoadOrder, table: Sequence[int], size_bytes: int) -> None:
         """A synchronous load was ordered; ``table``: all blocks of the request."""
-        self._left -= size_bytes
+        self._claimed += size_bytes
         self._starts.append(order.start)
         self._under_way[order.request_id] = (order, tuple(table))
 
@@ -64,7 +66,7 @@ class SyncLoads:
 
     def new_step(self) -> None:
         """The step's orders are given out."""
-        self._left = self._limit
+        self._claimed = 0
         self._starts.clear()
 
     def ended(self, request_id: str, outcome: LoadOutcome) -> Ended | None:

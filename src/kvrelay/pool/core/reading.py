@@ -20,7 +20,7 @@ from kvrelay.wire import limits
 from kvrelay.wire import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvrelay.pool.core.desk import Connection, Desk, Timer
     from kvrelay.pool.core.lower import Seeking
@@ -110,8 +110,16 @@ class Reading:
         ticket = self._tickets.get(conn, request.ticket)
         rows = memoryview(column).cast("I")
         fresh = [] if ticket is None else [index for index, row in enumerate(rows) if row in ticket.fresh]
-        matched = m.Matched(request.id, handle, len(views) if sealed is None else sealed, views, fresh)
+        sums = self._all_sums(rows, views, request.sums) if sealed is None else b""
+        matched = m.Matched(request.id, handle, len(views) if sealed is None else sealed, views, fresh, sums)
         self._desk.send(conn.number, matched)
+
+    def _all_sums(self, rows: Sequence[int], views: Sequence[m.View], most: int) -> bytes:
+        """The checksums of sealed objects, if there are no more than ``most``."""
+        counts = [view.layers * view.segments for view in views]
+        if sum(counts) > most:
+            return b""
+        return b"".join(self._store.sums(row, 0, count) for row, count in zip(rows, counts, strict=True))
 
     def count(self, found: int, asked: int) -> None:
         """Count keys found and missed."""
