@@ -181,8 +181,8 @@ def test_an_odd_variable_is_a_configuration_or_refused_in_words(
         (("pool", "serve", "--listen", "a..b:80"), "listen = 'a..b:80'"),
         (("pool", "serve", "--ttl", "inf"), "ttl_s = 'inf'"),
         (("pool", "serve", "--tls-cert", "x" * 5000), "tls.cert = 'xxx"),
-        (("pool", "drain", "http://[::1"), "'http://[::1' is no admin API"),
-        (("pool", "drain", "http://a..b"), "'http://a..b' is no admin API"),
+        (("pool", "drain", "http://[::1"), "'http://[::1' is not the address of an admin API"),
+        (("pool", "drain", "http://a..b"), "'http://a..b' is not the address of an admin API"),
         (("pool", "stat", "tcp:h:²"), "'tcp:h:²' is not HOST:PORT"),
         (("pool", "stat", f"tcp:h:{'9' * 5000}"), "is not HOST:PORT"),
     ],
@@ -217,7 +217,7 @@ def test_an_s3_address_that_is_no_url_is_refused() -> None:
 
 
 def test_a_host_that_cannot_be_looked_up_is_a_reason_not_to_listen() -> None:
-    assert host.listening_problem("a..b", 1) == "it names no host"
+    assert host.listening_problem("a..b", 1) == "it is not a host name"
 
 
 def test_an_admin_api_is_asked_at_a_url_only() -> None:

@@ -26,7 +26,9 @@ def ask(url: str, token: str | None, method: str, path: str, body: object = None
     except ConfigError:
         host = port = None
     if host is None or not is_host(host) or parts.scheme != "http" or parts.path.strip("/"):
-        raise ConfigError(f"{url!r} is no admin API: give http://HOST:PORT, as it was printed at the start")
+        raise ConfigError(
+            f"{url!r} is not the address of an admin API: give http://HOST:PORT, as it was printed at the start"
+        )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if body is not None:
         headers["Content-Type"] = "application/json"

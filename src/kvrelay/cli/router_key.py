@@ -84,7 +84,9 @@ def _moment(said: str) -> dt.datetime | dt.date:
     try:
         return dt.datetime.fromisoformat(said)
     except ValueError:
-        raise ConfigError(f"--expires {said!r} is no date or time: write 2027-01-31 or 2027-01-31T12:00:00Z") from None
+        raise ConfigError(
+            f"--expires {said!r} is not a date or time: write 2027-01-31 or 2027-01-31T12:00:00Z"
+        ) from None
 
 
 def _toml(value: object) -> str:

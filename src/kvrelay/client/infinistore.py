@@ -130,7 +130,7 @@ class InfinityConnection:
         """Say that this memory (a pointer and its size, or a tensor) will be used. Needed before pointers are used."""
         if isinstance(memory, int):
             if not memory or not size or size < 0:
-                raise BadRequestError(f"{size} bytes at {memory:#x} are no memory")
+                raise BadRequestError(f"{size} bytes at {memory:#x} cannot be used as memory")
             self._regions.append((memory, memory + size))
         else:
             bytes_of_tensor(memory)
@@ -199,7 +199,7 @@ class InfinityConnection:
     def tcp_write_cache(self, key: str, ptr: int, size: int, **_ignored: Any) -> None:
         """Store ``size`` bytes at ``ptr``."""
         if not ptr or size <= 0:
-            raise BadRequestError(f"{size} bytes at {ptr:#x} are no memory")
+            raise BadRequestError(f"{size} bytes at {ptr:#x} cannot be used as memory")
         self._pool.put(key_of(key), _memory(ptr, size))
 
     def tcp_read_cache(self, key: str, **_ignored: Any) -> Any:

@@ -36,7 +36,7 @@ def all_bytes_of(memories: Iterable[Memory]) -> list[memoryview]:
     try:
         memories = list(memories)
     except TypeError:
-        raise BadRequestError(f"{type(memories).__qualname__} is no sequence of buffers") from None
+        raise BadRequestError(f"{type(memories).__qualname__} is not a sequence of buffers") from None
     if set(map(type, memories)) == {memoryview}:
         return memories
     return [bytes_of_tensor(memory) for memory in memories]
@@ -60,7 +60,7 @@ def _at_address(memory: Memory) -> memoryview:
         size = memory.nbytes
     else:
         raise BadRequestError(
-            f"a {kind} is no memory: legal are buffers (bytes, memoryview), NumPy arrays and torch tensors on the CPU"
+            f"a {kind} cannot be used as memory: give a buffer (bytes, memoryview), a NumPy array or a CPU tensor"
         )
     if not size:
         return memoryview(bytearray())

@@ -218,7 +218,7 @@ def read_shares(config: VllmConfig, groups: ModelGroups) -> tuple[RankShare, ...
     total = config.model_config.get_total_num_hidden_layers()
     own = [layer.number for layer in groups.layers]
     if own != list(range(own[0], own[0] + len(own))) or own[-1] >= total:
-        raise ConfigError(f"attention layers {own} are no range of {total} layers: not supported yet")
+        raise ConfigError(f"attention layers {own} are not one range of {total} layers: not supported yet")
     if parallel.pipeline_parallel_size == 1 and len(own) != total:
         raise ConfigError(f"{len(own)} of {total} layers keep KV of their own: not supported yet")
     shares = []

@@ -45,7 +45,7 @@ def group_kernel_blocks(pages: np.ndarray[Any, Any], blocks: int) -> np.ndarray[
     kernel_blocks, heads, tokens, content = pages.shape
     ratio, rest = divmod(kernel_blocks, blocks)
     if rest:
-        raise ConfigError(f"{kernel_blocks} kernel blocks are no multiple of {blocks} blocks")
+        raise ConfigError(f"{kernel_blocks} kernel blocks are not a multiple of {blocks} blocks")
     step = pages.strides[0]
     return np.lib.stride_tricks.as_strided(
         pages,

@@ -107,5 +107,5 @@ def listening_problem(host: str, port: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     except UnicodeError:
-        return "it names no host"
+        return "it is not a host name"
     return None

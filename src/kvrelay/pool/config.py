@@ -200,7 +200,7 @@ def _contradictions(settings: PoolSettings) -> Iterator[str]:
     yield from _tls_problems(settings)
     yield from _tenant_problems(settings)
     if admin.listen is None and admin.token_file is not None:
-        yield "admin.token_file means nothing without admin.listen: give --admin HOST:PORT"
+        yield "admin.token_file has no effect without admin.listen: give --admin HOST:PORT"
     if admin.listen is not None and admin.token_file is None and not is_loopback(parse_host_port(admin.listen).host):
         yield (
             f"admin.listen = {admin.listen!r} can be reached from other hosts and asks for no token: "
@@ -211,7 +211,7 @@ def _contradictions(settings: PoolSettings) -> Iterator[str]:
 def _tls_problems(settings: PoolSettings) -> Iterator[str]:
     tls = settings.tls
     if tls.cert is None and (tls.key is not None or tls.client_ca is not None):
-        yield "tls.key and tls.client_ca mean nothing without tls.cert: give --tls-cert FILE"
+        yield "tls.key and tls.client_ca have no effect without tls.cert: give --tls-cert FILE"
     if tls.cert is not None and settings.listen == "none":
         yield "tls.cert is given and listen = 'none': TLS is spoken over TCP only; give --listen HOST:PORT"
     for path, file in (("tls.cert", tls.cert), ("tls.key", tls.key), ("tls.client_ca", tls.client_ca)):
@@ -229,12 +229,12 @@ def _is_file(file: Path) -> bool:
 def _tenant_problems(settings: PoolSettings) -> Iterator[str]:
     names = [tenant.name for tenant in settings.tenants]
     if settings.tenants and settings.token_file is not None:
-        yield "token_file means nothing beside tenants, which have tokens of their own: drop --token-file"
+        yield "token_file has no effect beside tenants, which have tokens of their own: drop --token-file"
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"tenants: {name!r} is given twice: names must differ"
     for tenant in settings.tenants:
         if tenant.token_file is None and tenant.certificate is None:
-            yield f"tenants: {tenant.name!r} has neither token_file nor certificate: nobody could be it"
+            yield f"tenants: {tenant.name!r} has neither token_file nor certificate: no client could connect as it"
         if tenant.certificate is not None and settings.tls.client_ca is None:
             yield f"tenants: {tenant.name!r} has a certificate and no client is asked for one: give --tls-client-ca"
         if tenant.quota is not None and tenant.quota > settings.size:

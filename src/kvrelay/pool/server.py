@@ -204,7 +204,7 @@ class PoolServer:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # whoever knocked has left
         except OSError as error:
-            log.warning("nobody is let in for %g s: %s", NO_DESCRIPTOR_S, error)
+            log.warning("no connections are accepted for %g s: %s", NO_DESCRIPTOR_S, error)
             loop.remove_reader(listener)
             loop.call_later(NO_DESCRIPTOR_S, self._open, listener, address)
             return
@@ -376,7 +376,7 @@ def _remove_dead_socket(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"the pool cannot listen on unix:{path}: the file exists and is no socket")
+        raise ConfigError(f"the pool cannot listen on unix:{path}: the file exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

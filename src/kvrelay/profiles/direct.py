@@ -53,8 +53,8 @@ class Direct(KvRelay):
             )
         if settings.pool.args:
             yield (
-                "connector direct: pool.args mean nothing to a pool that the prefill engine runs; leave --pool-args "
-                "out, or use --connector kvrelay"
+                "connector direct: pool.args have no effect on a pool that the prefill engine runs; leave "
+                "--pool-args out, or use --connector kvrelay"
             )
 
     def notes(self, settings: UpSettings) -> Iterator[str]:

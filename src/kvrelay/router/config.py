@@ -115,19 +115,19 @@ def check_settings(settings: RouterSettings) -> RouterConfig:
         prefills = _addresses("--prefill", settings.prefill, problems)
     elif settings.prefill:
         problems.append(
-            f"--prefill means nothing to --connector {profile.name}, which hands nothing over: leave it out"
+            f"--prefill has no effect with --connector {profile.name}, which does not hand KV over: leave it out"
         )
     decodes = _addresses("--decode", settings.decode, problems)
     shared = sorted({address.url for address in prefills} & {address.url for address in decodes})
     problems += [f"{url} is given as --prefill and as --decode: an engine has one role" for url in shared]
     if settings.host and not is_host(settings.host):
-        problems.append(f"--host {settings.host!r} names no host: give a name or an address, such as 127.0.0.1")
+        problems.append(f"--host {settings.host!r} is not a host name: give a name or an address, such as 127.0.0.1")
     if not 0 <= settings.port <= 65535:
         problems.append(f"--port {settings.port} is not a port: give one from 1 to 65535, or 0 for any free one")
     if profile is None:
         problems.append(f"--connector {settings.connector!r} is unknown: choose one of {', '.join(sorted(PROFILES))}")
     elif settings.pool is not None and not profile.uses_pool:
-        problems.append(f"--pool means nothing to --connector {settings.connector}: leave it out")
+        problems.append(f"--pool has no effect with --connector {settings.connector}: leave it out")
     token = _pool_token(settings, problems) if settings.pool is not None else None
     problems += _time_problems(settings)
     problems += _count_problems(settings)

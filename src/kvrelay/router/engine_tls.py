@@ -22,7 +22,7 @@ def engine_tls_problems(files: TlsConfig, *, used: bool) -> Iterator[str]:
         return
     if not used:
         yield (
-            "--engine-tls-ca, -cert, -key and -name mean nothing where every engine is http://, which is not "
+            "--engine-tls-ca, -cert, -key and -name have no effect where every engine is http://, which is not "
             "encrypted: write https:// in their URLs, or leave them out"
         )
     try:

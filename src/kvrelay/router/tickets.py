@@ -239,7 +239,7 @@ class TicketDesk:
         try:
             note = read_note(data)
         except msgspec.MsgspecError as error:
-            logger.warning("hand-over %s: a note that is none of ours: %s", ticket.name, error)
+            logger.warning("hand-over %s: a note that is not one of ours: %s", ticket.name, error)
             return
         if ticket.heard(note) and isinstance(note, Proof):
             self._metrics.proven(note)

@@ -23,16 +23,16 @@ def client_context(config: TlsConfig, *, minimum: ssl.TLSVersion = ssl.TLSVersio
         ConfigError: a file cannot be used, or the name to expect is none.
     """
     if (name := config.server_name) is not None and not _is_name(name):
-        raise ConfigError(f"name {name!r} is no host's: give one that is in the server's certificate")
+        raise ConfigError(f"name {name!r} is not a host name: give one that is in the server's certificate")
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=config.ca)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"ca {config.ca!r} is no PEM file of authorities: {reason_of(error)}") from None
+        raise ConfigError(f"ca {config.ca!r} is not a PEM file of authorities: {reason_of(error)}") from None
     context.minimum_version = minimum
     if config.cert is not None:
         _load_chain(context, config.cert, config.key)
     elif config.key is not None:
-        raise ConfigError(f"key {config.key!r} means nothing without cert: give the client's certificate too")
+        raise ConfigError(f"key {config.key!r} has no effect without cert: give the client's certificate too")
     return context
 
 
@@ -80,7 +80,7 @@ def _load(context: ssl.SSLContext, cert: Path, key: Path | None, client_ca: Path
         try:
             context.load_verify_locations(client_ca)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"client_ca '{client_ca}' is no PEM file of authorities: {reason_of(error)}") from None
+            raise ConfigError(f"client_ca '{client_ca}' is not a PEM file of authorities: {reason_of(error)}") from None
 
 
 def _load_chain(context: ssl.SSLContext, cert: str, key: str | None) -> None:

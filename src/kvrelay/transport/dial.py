@@ -90,7 +90,7 @@ def unusable(address: str, error: OSError) -> PoolUnavailableError:
 
 
 def target_of(address: str, tls: TlsConfig | None) -> Address:
-    """Parse an address; ``tls`` replaces what a ``tls:`` address says itself, and means nothing to others."""
+    """Parse an address; ``tls`` replaces what a ``tls:`` address says itself, and has no effect with others."""
     where = parse_address(address)
     if tls is None:
         return where

@@ -38,7 +38,7 @@ WHOLE: list[tuple[str, Callable[[Any], Any], str]] = [
     ("one key", lambda c: c.get_many(b"k", [bytearray(16)]), "keys = b'k' of type bytes: legal is a sequence of keys"),
     ("a set of keys", lambda c: c.get_many({b"k"}, [bytearray(16)]), "keys = {b'k'} of type set: legal is a sequence"),
     ("no keys", lambda c: c.get_many(None, [bytearray(16)]), "keys = None of type NoneType"),
-    ("no buffers", lambda c: c.get_many([b"k"], None), "NoneType is no sequence of buffers"),
+    ("no buffers", lambda c: c.get_many([b"k"], None), "NoneType is not a sequence of buffers"),
     ("a wait", lambda c: c.get(b"k", wait_s="1"), "a wait of '1' s: legal are 0 to 600"),
     ("a page size", lambda c: c.write_cache(ELEMENTS, [(b"a", 0)], None), "page_size = None of type NoneType: legal"),
     ("an offset", lambda c: c.write_cache(ELEMENTS, [(b"a", 0.5)], 4), "offset = 0.5 of type float: legal is a whole"),

@@ -108,7 +108,7 @@ async def test_a_prefix_to_list_may_be_empty_and_nothing_else_than_a_key(address
             if key != b"":
                 said = await refused(lambda client, key: client.list_objects(key), client, key)
                 assert told in said
-                assert "is no prefix of keys: a key is 1 to 64 bytes" in said
+                assert "is not a prefix of keys: a key is 1 to 64 bytes" in said
 
 
 def test_more_keys_than_one_lease_takes_are_counted(address: str) -> None:

@@ -255,7 +255,7 @@ async def test_a_new_configuration_says_who_publishes_where_and_what_stays_is_no
 
 async def test_where_no_policy_asks_nobody_listens(engine: StartEngine, router: StartRouter) -> None:
     service = await router([await engine()], [await engine()])
-    with pytest.raises(BadRequestError, match="mean nothing without --policy kv-aware"):
+    with pytest.raises(BadRequestError, match="have no effect without --policy kv-aware"):
         service.fleet.set_kv_events("P0", parse_endpoints(["tcp://h:1"]))
 
 

@@ -36,7 +36,7 @@ def test_the_best_way_both_sides_have_is_taken_unless_one_is_named(
 
 
 @pytest.mark.parametrize(
-    ("transport", "why"), [("rdma", "none of auto, shm, nixl, tcp"), ("shm", "UNIX socket"), ("nixl", "--nixl")]
+    ("transport", "why"), [("rdma", "choose one of auto, shm, nixl, tcp"), ("shm", "UNIX socket"), ("nixl", "--nixl")]
 )
 def test_a_way_that_is_not_there_is_refused_by_name(transport: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):

@@ -119,7 +119,7 @@ def test_bytes_nobody_asked_for_are_a_protocol_error() -> None:
     session = Session()
     _, request = session.start(Ask(m.Stat(0), m.Stats))
     for message in (m.Data(77, b""), m.Stats(request.id, {})):
-        with pytest.raises(ProtocolError, match="nobody asked for"):
+        with pytest.raises(ProtocolError, match="that were not asked for"):
             session.on_message(message, 100)
 
 

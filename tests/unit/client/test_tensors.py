@@ -103,8 +103,8 @@ def test_a_page_is_a_whole_number_of_elements() -> None:
         (CpuTensor(np.zeros(2), address=0), "CpuTensor of 16 bytes has no memory of its own"),
         (np.ndarray, "ndarray'> is a type, no memory"),
         (CpuTensor, "CpuTensor'> is a type, no memory"),
-        (7, "int is no memory"),
-        ([1, 2], "list is no memory"),
+        (7, "int cannot be used as memory"),
+        ([1, 2], "list cannot be used as memory"),
     ],
 )
 def test_memory_that_cannot_be_used_is_refused_by_name(tensor: Any, why: str) -> None:

@@ -88,7 +88,7 @@ def test_plain_engines_are_decode_engines_only() -> None:
     assert settings.prefill.count == 0
     assert origins["prefill.count"] == "default with connector none"
     (problem,) = problems_of({"connector": "none", "prefill.count": "1"})
-    assert "connector none hands nothing over" in problem
+    assert "connector none does not hand KV over" in problem
 
 
 def test_arguments_that_the_launcher_writes_itself_are_refused_with_what_to_use_instead() -> None:

@@ -144,5 +144,5 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
         client_context(TlsConfig(ca=str(bad)))
     with pytest.raises(ConfigError, match=f"{name}.* cannot be used"):
         client_context(TlsConfig(ca=str(authority.ca), cert=str(bad)))
-    with pytest.raises(ConfigError, match="means nothing without cert"):
+    with pytest.raises(ConfigError, match="has no effect without cert"):
         client_context(TlsConfig(key=str(good.key)))

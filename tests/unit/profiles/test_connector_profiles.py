@@ -163,7 +163,7 @@ def test_offloading_is_refused_on_cpus_and_elsewhere_hands_nothing_over() -> Non
 
 
 def test_a_prefill_engine_of_a_connector_that_hands_nothing_over_is_refused() -> None:
-    with pytest.raises(Exception, match="connector offloading hands nothing over, so there is no prefill engine"):
+    with pytest.raises(Exception, match="connector offloading does not hand KV over, so there is no prefill engine"):
         settings_of("offloading", {"prefill.count": "1"})
 
 
@@ -248,8 +248,8 @@ def test_direct_refuses_what_needs_one_pool_for_all(options: dict[str, object], 
 def test_direct_refuses_what_its_pools_are_not_started_with() -> None:
     (unheard,) = refusals(settings_of("direct", {"pool.args": "--mlock"}))
     assert unheard == (
-        "connector direct: pool.args mean nothing to a pool that the prefill engine runs; leave --pool-args out, or "
-        "use --connector kvrelay"
+        "connector direct: pool.args have no effect on a pool that the prefill engine runs; leave --pool-args "
+        "out, or use --connector kvrelay"
     )
     (replicas,) = refusals(settings_of("direct", {"prefill.data_parallel_size": "2"}))
     assert replicas == (

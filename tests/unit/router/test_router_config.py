@@ -59,7 +59,7 @@ def test_an_engine_has_one_role() -> None:
 
 def test_prefill_engines_mean_nothing_to_a_connector_that_hands_nothing_over() -> None:
     with pytest.raises(
-        ConfigError, match="--prefill means nothing to --connector offloading, which hands nothing over"
+        ConfigError, match="--prefill has no effect with --connector offloading, which does not hand KV over"
     ):
         check_settings(RouterSettings(prefill=["http://a:1"], decode=["http://b:1"], connector="offloading"))
     assert check_settings(RouterSettings(prefill=[], decode=["http://b:1"], connector="offloading")).prefills == ()

@@ -31,7 +31,7 @@ def bytes_of(view: memoryview, *, writable: bool = False) -> memoryview:
     try:
         contiguous = view.c_contiguous
     except ValueError:
-        raise BadRequestError("a memoryview that was released is no memory any more") from None
+        raise BadRequestError("a memoryview that was released cannot be used") from None
     if not contiguous:
         raise BadRequestError(f"a buffer of {view.nbytes} bytes is not contiguous")
     if writable and view.readonly:

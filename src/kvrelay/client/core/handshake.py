@@ -41,7 +41,7 @@ def reach(welcome: m.Welcome, transport: str, *, nixl: bool) -> Operation[m.Aren
         ConfigError: ``transport`` is unknown, or the pool does not offer it here.
     """
     if transport not in TRANSPORTS:
-        raise ConfigError(f"transport {transport!r} is none of {', '.join(TRANSPORTS)}")
+        raise ConfigError(f"transport {transport!r} is unknown: choose one of {', '.join(TRANSPORTS)}")
     if transport == "shm" and not welcome.shm:
         raise ConfigError("transport 'shm' needs the pool's UNIX socket, and a tenant that may share its memory")
     if transport == "nixl" and not welcome.nixl:

@@ -38,12 +38,12 @@ def _of_a_field(request: m.Request, told: str) -> BadRequestError | None:
 def _of_keys(request: m.Request) -> BadRequestError | None:
     if isinstance(request, m.ListObjects):
         wrong = _wrong(request.prefix, least=0)
-        return None if wrong is None else BadRequestError(f"{wrong} is no prefix of keys: {LEGAL}")
+        return None if wrong is None else BadRequestError(f"{wrong} is not a prefix of keys: {LEGAL}")
     keys = list(_keys(request))
     if len(keys) > limits.MAX_KEYS:
         return BadRequestError(f"{len(keys)} keys in one request: at most {limits.MAX_KEYS} are taken")
     wrong = next((wrong for key in keys if (wrong := _wrong(key)) is not None), None)
-    return None if wrong is None else BadRequestError(f"{wrong} is no key: {LEGAL}")
+    return None if wrong is None else BadRequestError(f"{wrong} is not a key: {LEGAL}")
 
 
 def _keys(request: Any) -> Iterator[object]:

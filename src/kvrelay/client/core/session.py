@@ -129,7 +129,7 @@ class Session:
         if payload_bytes:
             call = self._calls.get(message.id)
             if call is None or not isinstance(message, m.Data | m.Got):
-                raise ProtocolError(f"the pool sent {payload_bytes} bytes nobody asked for")
+                raise ProtocolError(f"the pool sent {payload_bytes} bytes that were not asked for")
             if isinstance(message, m.Got):
                 targets = call.ask.targets[: message.count]  # objects that are not there have no bytes
                 call.landing = None if self._summed is None else self._summed(targets)

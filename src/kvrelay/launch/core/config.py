@@ -162,7 +162,7 @@ def _contradictions(settings: UpSettings, names: Mapping[str, str]) -> Iterator[
         if settings.prefill.count:
             yield (
                 f"prefill.count = {settings.prefill.count} (from {names['prefill.count']}): connector "
-                f"{settings.connector} hands nothing over, so there is no prefill engine; drop --prefill or choose "
+                f"{settings.connector} does not hand KV over, so there is no prefill engine; drop --prefill or choose "
                 "--connector kvrelay"
             )
         counts.pop("prefill")

@@ -50,7 +50,7 @@ def _plain(pairs: dict[str, Any]) -> dict[str, Any]:
 
 def _host(name: str) -> str:
     if not is_host(name):
-        raise ValueError("names no host; give a name or an address, such as 127.0.0.1")
+        raise ValueError("is not a host name; give a name or an address, such as 127.0.0.1")
     return name
 
 

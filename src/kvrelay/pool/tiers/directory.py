@@ -36,7 +36,7 @@ def claim(path: str | Path, identity: Identity) -> Path:
             for entry in directory.iterdir():
                 if entry.name != LOST_AND_FOUND and not entry.name.startswith(IDENTITY):  # of a claim that was killed
                     raise ConfigError(
-                        f"tier directory {directory}: it holds {entry.name} and is no tier's: give an empty one"
+                        f"tier directory {directory}: it holds {entry.name} and is not a tier's: give an empty one"
                     )
             fresh = directory / f"{IDENTITY}.{os.getpid()}"
             fresh.write_bytes(msgspec.json.encode(identity))

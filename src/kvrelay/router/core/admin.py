@@ -26,7 +26,7 @@ class AdminSettings(Struct, frozen=True, kw_only=True):
         """What cannot be, as one line each. ``token``: from the file or the environment."""
         if self.port is None:
             if self.token_file is not None:
-                yield "--admin-token-file means nothing without --admin-port: give one, 0 for any free port"
+                yield "--admin-token-file has no effect without --admin-port: give one, 0 for any free port"
             return
         if not 0 <= self.port <= 65535:
             yield f"--admin-port {self.port} is not a port: give one from 1 to 65535, or 0 for any free one"

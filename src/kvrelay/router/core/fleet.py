@@ -58,11 +58,11 @@ def parse_address(url: str) -> Address:
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise BadRequestError(f"{url!r} is not an engine's URL: write http://HOST:PORT or https://HOST:PORT")
     if port == 0:
-        raise BadRequestError(f"{url!r}: port 0 is nobody's: write http://HOST:PORT")
+        raise BadRequestError(f"{url!r}: port 0 cannot be connected to: write http://HOST:PORT")
     if parts.username is not None or parts.query or parts.fragment or any(not "!" <= c <= "~" for c in url):
         raise BadRequestError(f"{url!r}: only a host, a port and a path may be given: write http://HOST:PORT")
     if not is_host(parts.hostname):
-        raise BadRequestError(f"{url!r} names no host: write http://HOST:PORT")
+        raise BadRequestError(f"{url!r} is not a host name: write http://HOST:PORT")
     tls = parts.scheme == "https"
     return Address(host=parts.hostname, port=port or (443 if tls else 80), base=parts.path.rstrip("/"), tls=tls)
 

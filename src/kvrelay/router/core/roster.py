@@ -205,7 +205,7 @@ class Roster:
 
     def _check_events(self, kv_events: Sequence[KvEndpoint], engine: Engine | None = None) -> None:
         if kv_events and not self._listens:
-            raise BadRequestError(f"kv_events mean nothing without --policy {POLICY}: leave them out")
+            raise BadRequestError(f"kv_events have no effect without --policy {POLICY}: leave them out")
         endpoints = {where.endpoint for where in kv_events}
         for other in self._engines:
             if other is not engine and (taken := endpoints & {where.endpoint for where in other.kv_events}):
@@ -213,7 +213,7 @@ class Roster:
 
     def _check_role(self, role: Role) -> None:
         if role is Role.PREFILL and not self._prefills:
-            raise BadRequestError("this connector hands nothing over: there are decode engines only")
+            raise BadRequestError("this connector does not hand KV over: there are decode engines only")
 
     def _check_spare(self, engine: Engine) -> None:
         others = (other for other in self._engines if other is not engine)

@@ -91,13 +91,13 @@ def routing_problems(settings: RoutingSettings, *, hands_over: bool) -> list[str
     is_count = given.isascii() and given.isdigit() and len(given) < 20 and int(given) <= MAX_ABOVE
     if given != AUTO and not is_count:
         problems.append(
-            f"--disaggregate-above {given!r} is no number of tokens: give 0 (always) to {MAX_ABOVE}, or {AUTO}"
+            f"--disaggregate-above {given!r} is not a number of tokens: give 0 (always) to {MAX_ABOVE}, or {AUTO}"
         )
     elif given != "0" and not hands_over:
-        problems.append("--disaggregate-above means nothing to a connector that hands nothing over: leave it out")
+        problems.append("--disaggregate-above has no effect with a connector that does not hand KV over: leave it out")
     if settings.colocated_fallback and not hands_over:
         problems.append(
-            "--colocated-fallback means nothing to a connector that hands nothing over, since there are no prefill"
+            "--colocated-fallback has no effect with a connector that does not hand KV over, since there are no prefill"
             " engines: leave it out"
         )
     return problems

@@ -213,7 +213,7 @@ def _priority(request: Request, asked: Asked, account: Account | None) -> int | 
     if (said := request.header(PRIORITY)) is not None:
         priority = read_priority(said)
         if priority is None:
-            return Refusal(400, "bad_request", f"{PRIORITY.decode()}: {said[:64]!r} is no whole number of 32 bits")
+            return Refusal(400, "bad_request", f"{PRIORITY.decode()}: {said[:64]!r} is not a whole number of 32 bits")
     if priority is None:
         return max(0, most_urgent or 0)
     if most_urgent is not None and priority < most_urgent:

@@ -131,7 +131,7 @@ def exposed_without(host: str, config: EntranceConfig) -> str:
     missing = [
         words
         for words, there in (
-            ("without API keys (--keys-file), so anybody who can reach it uses the engines", config.keys_file),
+            ("without API keys (--keys-file), so anybody who can reach it can use the engines", config.keys_file),
             ("without TLS (--tls-cert), so prompts, answers and keys can be read on the way", config.tls),
         )
         if there is None
@@ -157,7 +157,7 @@ def _bounds(settings: EntranceSettings, workers: int) -> Iterator[str]:
 def _cors_problems(settings: EntranceSettings) -> Iterator[str]:
     for origin in settings.cors_origins:
         if origin != "*" and not _is_origin(origin):
-            yield f"--cors-origin {origin!r} is no origin: give SCHEME://HOST[:PORT] without a path, or *"
+            yield f"--cors-origin {origin!r} is not an origin: give SCHEME://HOST[:PORT] without a path, or *"
     if "*" in settings.cors_origins and len(settings.cors_origins) > 1:
         yield "--cors-origin * allows every origin: leave the others out"
 
@@ -204,7 +204,7 @@ def _tls(settings: EntranceSettings, problems: list[str]) -> TlsFiles | None:
     )
     if cert is None:
         if key is not None or ca is not None:
-            problems.append("--tls-key and --tls-client-ca mean nothing without --tls-cert: give it too")
+            problems.append("--tls-key and --tls-client-ca have no effect without --tls-cert: give it too")
         return None
     files = TlsFiles(cert, key, ca)
     try:

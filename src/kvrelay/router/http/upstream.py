@@ -314,7 +314,7 @@ class EngineClient:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         if self._closed:
-            raise EngineUnreachableError(f"{self._address.url} is no engine of this router any more")
+            raise EngineUnreachableError(f"{self._address.url} no longer belongs to this router")
         connection = _Connection(self, loop)
         try:
             async with asyncio.timeout(self._connect_timeout_s):

@@ -114,7 +114,7 @@ class Subscriber:
                 if len(frames) == 3 and len(frames[1]) == 8:
                     self._do(self._stream.live(int.from_bytes(frames[1], "big"), frames[2], self._now()))
                 else:
-                    logger.warning("%s: a message of %d parts, which is none of vLLM's", self._name, len(frames))
+                    logger.warning("%s: a message of %d parts, which is not one of vLLM's", self._name, len(frames))
                 await asyncio.sleep(0)
 
     async def _watch(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
@@ -152,7 +152,7 @@ class Subscriber:
             while self._replay is me:
                 frames = await socket.recv_multipart()
                 if len(frames) != 4 or len(frames[2]) != 8:
-                    logger.warning("%s: a replay of %d parts, which is none of vLLM's", self._name, len(frames))
+                    logger.warning("%s: a replay of %d parts, which is not one of vLLM's", self._name, len(frames))
                     return
                 number = int.from_bytes(frames[2], "big")
                 if number == END:

@@ -41,11 +41,11 @@ def test_names_that_clients_make_up_are_not_all_remembered() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (HeaderSettings(drop=("a b",)), "--drop-header 'a b' is no header's name"),
-        (HeaderSettings(drop=("",)), "is no header's name"),
-        (HeaderSettings(drop=("x*y",)), "is no header's name"),
+        (HeaderSettings(drop=("a b",)), "--drop-header 'a b' is not the name of a header"),
+        (HeaderSettings(drop=("",)), "is not the name of a header"),
+        (HeaderSettings(drop=("x*y",)), "is not the name of a header"),
         (HeaderSettings(drop=("Content-Type",)), "engines cannot read a request without it"),
-        (HeaderSettings(request_id=("x-*",)), "--request-id-header 'x-*' is no header's name"),
+        (HeaderSettings(request_id=("x-*",)), "--request-id-header 'x-*' is not the name of a header"),
         (HeaderSettings(forward=("host",)), "the router writes it itself"),
     ],
 )

@@ -124,9 +124,9 @@ def kv_problems(
     if POLICY in policies and not settings.events and not joining:
         yield f"--policy {POLICY} needs --kv-events ENGINE=tcp://HOST:PORT of its engines; or: prefix-aware"
     if settings.events and POLICY not in policies:
-        yield (f"--kv-events means nothing without --policy {POLICY}: leave it out, or choose that")
+        yield (f"--kv-events has no effect without --policy {POLICY}: leave it out, or choose that")
     if settings.tokenizer is not None and POLICY not in policies:
-        yield (f"--tokenizer means nothing without --policy {POLICY}: leave it out, or choose that")
+        yield (f"--tokenizer has no effect without --policy {POLICY}: leave it out, or choose that")
     if settings.pool_index and not (pooled and conditional and POLICY in policies):
         yield (f"--pool-index needs --pool, --disaggregate-above and, for token ids, --policy {POLICY}")
     if settings.token_ids not in list(TokenIds):

@@ -80,12 +80,12 @@ def problems_of(settings: HeaderSettings) -> Iterator[str]:
     yield from _bad_names("--drop-header", settings.drop, ALWAYS, "engines cannot read a request without it")
     for name in settings.request_id:
         if _PATTERN.fullmatch(name) is None or name.endswith("*"):
-            yield f"--request-id-header {name!r} is no header's name: give one, such as x-correlation-id"
+            yield f"--request-id-header {name!r} is not the name of a header: give one, such as x-correlation-id"
 
 
 def _bad_names(flag: str, patterns: Sequence[str], barred: Collection[bytes], why: str) -> Iterator[str]:
     for pattern in patterns:
         if _PATTERN.fullmatch(pattern) is None:
-            yield f"{flag} {pattern!r} is no header's name: give a name, or its beginning and a *"
+            yield f"{flag} {pattern!r} is not the name of a header: give a name, or its beginning and a *"
         elif pattern.lower().encode() in barred:
             yield f"{flag} {pattern}: {why}"
