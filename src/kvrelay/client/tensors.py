@@ -45,7 +45,7 @@ def all_bytes_of(memories: Iterable[Memory]) -> list[memoryview]:
 def _at_address(memory: Memory) -> memoryview:
     kind = f"{type(memory).__module__}.{type(memory).__qualname__}"
     if isinstance(memory, type):
-        raise BadRequestError(f"{memory!r} is a type, no memory")
+        raise BadRequestError(f"{memory!r} is a type, not memory")
     if hasattr(memory, "data_ptr"):
         try:
             address, size = _of_tensor(memory, kind)

@@ -274,7 +274,7 @@ def test_an_index_of_an_earlier_time_is_found_out(tmp_path: Path) -> None:
 def test_a_directory_with_something_else_in_it_is_refused(medium: Medium, tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds thesis\.txt and is no tier's"):
+    with pytest.raises(ConfigError, match=r"holds thesis\.txt and is not a tier's"):
         medium.open()
     assert (tmp_path / "tier" / "thesis.txt").exists()
 

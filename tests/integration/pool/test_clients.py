@@ -185,9 +185,9 @@ def test_errors_arrive_as_their_classes(client: PoolClient) -> None:
 def test_a_request_outside_its_bounds_is_the_callers_fault_and_the_connection_goes_on(
     client: PoolClient, key: bytes
 ) -> None:
-    with pytest.raises(BadRequestError, match="is no key: a key is 1 to 64 bytes"):
+    with pytest.raises(BadRequestError, match="is not a key: a key is 1 to 64 bytes"):
         client.match_prefix([key])
-    with pytest.raises(BadRequestError, match="is no key: a key is 1 to 64 bytes"):
+    with pytest.raises(BadRequestError, match="is not a key: a key is 1 to 64 bytes"):
         client.put(key, b"data")
     with pytest.raises(BadRequestError, match="100000 keys in one request: at most 16384"):
         client.match_prefix([bytes(64)] * 100_000)

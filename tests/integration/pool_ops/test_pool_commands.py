@@ -80,7 +80,7 @@ def test_pins_are_set_and_undone_by_key_and_prefix_as_ls_shows(pool: Served, kvr
         ((), "--object HEX"),
         (("--object", "00", "--prefix", "00"), "--object HEX"),
         (("--object", "xyz"), "--object 'xyz' is not hexadecimal"),
-        (("--object", ""), "b'' is no key"),
+        (("--object", ""), "b'' is not a key"),
     ):
         wrong = kvrelay("pool", "pin", pool.unix, *words)
         assert wrong.returncode in {1, 2}

@@ -203,6 +203,6 @@ def test_files_that_cannot_be_used_and_files_without_use_are_told() -> None:
     assert "--engine-tls-ca '/none' is not a PEM file" in problems("https://p:1", TlsConfig(ca="/none"))
     assert "--engine-tls-key 'k' has no effect without cert" in problems("https://p:1", TlsConfig(key="k"))
     for name in ("", ".p", "a..p", "p" * 64):
-        assert f"--engine-tls-name {name!r} is no host's" in problems("https://p:1", TlsConfig(server_name=name))
+        assert f"--engine-tls-name {name!r} is not a host name" in problems("https://p:1", TlsConfig(server_name=name))
     assert "have no effect where every engine is http://" in problems("http://p:1", TlsConfig(server_name="p"))
     check_settings(RouterSettings(prefill=["https://p:1"], decode=["http://d:1"]))
