@@ -98,7 +98,7 @@ def test_single_objects_travel_by_pointer_and_as_arrays(conn: infinistore.Infini
     with pytest.raises(infinistore.InfiniStoreKeyNotFound):
         conn.tcp_read_cache("absent")
     for pointer, size in ((0, 100), (source.ctypes.data, 0)):
-        with pytest.raises(BadRequestError, match="no memory"):
+        with pytest.raises(BadRequestError, match="cannot be used as memory"):
             conn.tcp_write_cache("l", pointer, size)
 
 

@@ -189,7 +189,7 @@ async def test_other_authorities_count_from_the_next_connection_on(
     await service.reload_entrance()
     assert (await ask(service)).status == 200
     authority.ca.write_text("rubbish")
-    with pytest.raises(ConfigError, match="no PEM file"):
+    with pytest.raises(ConfigError, match="not a PEM file"):
         await service.reload_entrance()
     assert (await ask(service)).status == 200
 
