@@ -53,6 +53,11 @@ def test_states_are_joined_in_order() -> None:
     assert joined_puts([Puts(b"\0\1"), Puts(b"\3")]).states == b"\0\1\3"
 
 
+def test_the_first_reason_of_any_stripe_is_that_of_the_batch() -> None:
+    assert joined_puts([Puts(b"\0"), Puts(b"\1", "full"), Puts(b"\1", "late")]).why == "full"
+    assert joined_puts([Puts(b"\0"), Puts(b"\0")]).why == ""
+
+
 def test_an_interrupted_call_ends_with_its_last_stripe() -> None:
     """1. Two connections move bytes. 2. Ctrl-C comes to the first one's thread. 3. The other still moves some."""
     clients = [SimpleNamespace(closed=False), SimpleNamespace(closed=False)]

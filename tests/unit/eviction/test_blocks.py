@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvrelay.pool.core.blocks import GRANULE_BYTES, PAGE_BYTES, Blocks, room, rounded
-from kvrelay.pool.core.clearing import window
+from kvrelay.pool.core.clearing import MOST_BLOCKS, REACH, window
 
 SIZES = st.one_of(st.integers(1, 8 * GRANULE_BYTES), st.integers(1, 20 * PAGE_BYTES), st.just(PAGE_BYTES))
 
@@ -154,6 +154,23 @@ def test_a_window_stops_at_what_is_pinned() -> None:
     assert window(blocks, taken[2], 2 * PAGE_BYTES, lambda b: None if b in pinned else 1.0) is None
     assert window(blocks, taken[1], PAGE_BYTES, lambda b: None if b in pinned else 1.0) is None
     assert window(blocks, taken[2], PAGE_BYTES, lambda b: None if b in pinned else 1.0) == [taken[2]]
+
+
+def test_a_window_of_more_objects_than_may_go_is_not_made() -> None:
+    blocks, taken = filled(MOST_BLOCKS + 1, PAGE_BYTES)
+    victims = window(blocks, taken[0], MOST_BLOCKS * PAGE_BYTES, lambda _: 1.0)
+    assert victims is not None
+    assert len(victims) == MOST_BLOCKS
+    assert window(blocks, taken[0], (MOST_BLOCKS + 1) * PAGE_BYTES, lambda _: 1.0) is None
+
+
+def test_a_window_gathers_holes_no_farther_than_it_reaches() -> None:
+    """Every other page is free, and all objects but the first cost next to nothing: each makes room once more."""
+    blocks, taken = filled(100, PAGE_BYTES)
+    for at in range(1, 100, 2):
+        blocks.free(taken[at])
+    victims = window(blocks, taken[0], 2 * PAGE_BYTES, lambda block: 10.0 if block == taken[0] else 0.1)
+    assert victims == taken[: 2 * (1 + REACH) : 2]
 
 
 def test_a_large_neighbour_is_not_taken_for_the_little_that_is_missing() -> None:
