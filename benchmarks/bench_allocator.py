@@ -2,7 +2,8 @@
 
 Prints a table a scenario and a closing JSON line. ``refill``: fill, free half at random, refill with other sizes, until
 the first does not fit; nothing is evicted. ``churn``: sizes that change by phase, objects evicted to make room, in the
-pool's order or at random, one by one until it fits or by windows of neighbours. ``cost``: an allocation and a freeing.
+pool's order or at random, one by one until it fits or by windows of neighbours. ``usable``: the same sizes through the
+pool's own catalog, held against the goal. ``cost``: an allocation and a freeing.
 The allocator is checked after every scenario.
 """
 
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING
 
 from allocator_bench.candidates import CANDIDATES
 from allocator_bench.churn import Phase, Pool, Refill, churn, cost, refill
+from allocator_bench.usable import usable_shares
 from kvrelay.bench.report import closing_line, table
+from kvrelay.bench.section import Goal
 from kvrelay.pool.core.blocks import Blocks
+from kvrelay.pool.core.catalog import new_catalog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +96,15 @@ def churns(arena: int, turnover: float, seed: int, *, ordered: bool) -> dict[str
     return {name: [rounded(asdict(phase)) for phase in line] for name, line in found.items()}
 
 
+def usable(arena: int, turnover: float, seed: int) -> dict[str, Any]:
+    shares = usable_shares(new_catalog(arena), PHASES, turnover, random.Random(seed))
+    names = [f"live share, phase {number}, {mix}" for number, mix in enumerate(PHASES, 1)]
+    goals = [Goal(name, 0.95, share) for name, share in zip(names, shares, strict=True)]
+    print("\nusable: live share of the arena in the pool's own catalog, mean of a phase\n")
+    print(table(["goal", "bound", "reached", ""], [goal.row() for goal in goals]), flush=True)
+    return {goal.what: {"bound": goal.bound, "value": goal.value, "met": goal.met} for goal in goals}
+
+
 def costs(most: int, pairs: int, seed: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, make in CANDIDATES.items():
@@ -104,7 +117,7 @@ def costs(most: int, pairs: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--section", choices=["", "refill", "churn", "cost"], default="", help="default: all")
+    parser.add_argument("--section", choices=["", "refill", "churn", "usable", "cost"], default="", help="default: all")
     parser.add_argument("--arena-mib", type=int, default=2_048)
     parser.add_argument("--turnover", type=float, default=4.0, help="arenas full of objects that a phase stores")
     parser.add_argument("--objects", type=int, default=SIZES[-1], help="most live objects of the cost section")
@@ -116,6 +129,7 @@ def main() -> None:
         "refill": lambda: refills(arena, args.seed),
         "churn in order": lambda: churns(arena, args.turnover, args.seed, ordered=True),
         "churn at random": lambda: churns(arena, args.turnover, args.seed, ordered=False),
+        "usable": lambda: usable(arena, args.turnover, args.seed),
         "cost": lambda: costs(args.objects, args.pairs, args.seed),
     }
     results = {name: run() for name, run in sections.items() if name.startswith(args.section)}
