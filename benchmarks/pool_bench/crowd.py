@@ -34,7 +34,7 @@ START_S = 60.0
 RAW = "raw socket"
 
 Blocks = list[memoryview]
-Exchange = Callable[[], None]
+Exchange = Callable[[Blocks], None]
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class CrowdSettings:
 
 
 @contextmanager
-def _of_pool(address: str, source: Blocks, target: Blocks) -> Iterator[Exchange]:
+def _of_pool(address: str, target: Blocks) -> Iterator[Exchange]:
     with PoolClient.connect(address, name="crowd", timeout_s=START_S) as client:
 
-        def exchange_batch() -> None:
+        def exchange_batch(source: Blocks) -> None:
             keys = [secrets.token_bytes(32) for _ in source]
             client.put_many(list(zip(keys, source, strict=True)))
             if client.get_many(keys, target) != len(keys):
@@ -60,22 +60,27 @@ def _of_pool(address: str, source: Blocks, target: Blocks) -> Iterator[Exchange]
 
 
 @contextmanager
-def _of_raw(port: str, source: Blocks, target: Blocks) -> Iterator[Exchange]:
+def _of_raw(port: str, target: Blocks) -> Iterator[Exchange]:
     with raw_client(port) as sock:
-        yield lambda: exchange(sock, source, target)
+        yield lambda source: exchange(sock, source, target)
 
 
 def _client(over: str, address: str, seconds: float, start: Barrier, moved: Queue[float]) -> None:
-    source = cut(memoryview(bytearray(secrets.token_bytes(BATCH_BYTES))), OBJECT_BYTES)
+    sources = [cut(memoryview(bytearray(secrets.token_bytes(BATCH_BYTES))), OBJECT_BYTES) for _ in range(2)]
     target = cut(memoryview(bytearray(BATCH_BYTES)), OBJECT_BYTES)
-    last = bytes(source[-1])
+    lasts = [bytes(source[-1]) for source in sources]
     count = 0
-    with (_of_raw if over == RAW else _of_pool)(address, source, target) as exchange_batch:
+    with (_of_raw if over == RAW else _of_pool)(address, target) as exchange_batch:
+        for source in sources:
+            exchange_batch(source)
+            if target != source:
+                raise AssertionError("a client of the crowd got other bytes than it put")
         start.wait(START_S)
         begun = time.monotonic()
         while (now := time.monotonic()) < begun + seconds or not count:
-            exchange_batch()
-            if bytes(target[-1]) != last:  # views are compared item by item, which took a tenth of a client's time
+            exchange_batch(sources[count % 2])
+            # Views are compared item by item: one block took a tenth of a client's time. It is another each time.
+            if bytes(target[-1]) != lasts[count % 2]:
                 raise AssertionError("a client of the crowd got other bytes than it put")
             count += 1
         moved.put(2 * count * BATCH_BYTES / (now - begun))
