@@ -66,7 +66,9 @@ class BesideTable(Table):
             "itl_ratio": ratio,
         }
         if name == "kvrelay":
-            self.section.goals.append(Goal(f"ITL beside {length}-token hand-overs", 1.05, ratio, at_least=False))
+            self.section.goals.append(
+                Goal(f"ITL beside {length}-token hand-overs", 1.05, ratio, at_least=False, rounds=len(handed))
+            )
 
     def _measure(self, legs: Legs, length: int) -> tuple[list[float], list[float]]:
         handed: list[float] = []

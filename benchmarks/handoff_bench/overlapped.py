@@ -91,7 +91,7 @@ class OverlappedTable(Table):
         }
         if name == "kvrelay":
             what = f"overlapped, {length} tokens: beyond a local hit and a step, ms"
-            self.section.goals.append(Goal(what, 3.0, over - 1e3 * step, at_least=False))
+            self.section.goals.append(Goal(what, 3.0, over - 1e3 * step, at_least=False, rounds=len(exposed)))
 
     def _step(self, legs: Legs) -> float:
         prompt = prompt_of(33, "step")

@@ -64,7 +64,7 @@ class SavingTable(Table):
         }
         if name == "kvrelay":
             what = f"prefill of {length} tokens, less the copy / plain"
-            self.section.goals.append(Goal(what, 1.01, beyond, at_least=False))
+            self.section.goals.append(Goal(what, 1.01, beyond, at_least=False, rounds=len(saved)))
 
     def _measure(self, legs: Legs, length: int) -> tuple[list[float], list[float]]:
         if (engine := legs.beside_p) is None:

@@ -92,6 +92,7 @@ class TtftTable(Table):
         )
         self._goal_ms = goal_ms
         self._overheads: dict[tuple[str, int, int], float] = {}
+        self._rounds: dict[tuple[str, int, int], int] = {}
 
     def add(self, legs: Legs, length: int) -> None:
         """Measure one contestant at one length, after its answer has been checked."""
@@ -101,6 +102,7 @@ class TtftTable(Table):
 
     def _note(self, name: str, length: int, decodes: int, times: Times) -> None:
         overhead = self._overheads[name, length, decodes] = times.overhead_ms
+        self._rounds[name, length, decodes] = len(times.handed)
         cells = [_cell(values) for values in (times.handed, times.local, times.plain)]
         self.section.rows.append([name, str(length), str(decodes), f"{overhead:.1f}", *cells, str(len(times.handed))])
         self.section.figures[f"{name} {length} {decodes}"] = {
@@ -116,14 +118,16 @@ class TtftTable(Table):
         for (name, length, decodes), overhead in self._overheads.items():
             if name not in HELD_TO_GOALS:
                 continue
-            what = f"{name}: overhead of {length} tokens, {decodes} decodes"
-            self.section.goals.append(Goal(f"{what}, ms", self._goal_ms, overhead, at_least=False))
+            what, rounds = (
+                f"{name}: overhead of {length} tokens, {decodes} decodes",
+                self._rounds[name, length, decodes],
+            )
+            self.section.goals.append(Goal(f"{what}, ms", self._goal_ms, overhead, at_least=False, rounds=rounds))
             others = [
                 value for (other, *case), value in self._overheads.items()
                 if not other.startswith("kvrelay") and case == [length, decodes]
             ]  # fmt: skip
             if others:
-                self.section.goals.append(
-                    Goal(f"{what}, less that of the best other, ms", 0.0, overhead - min(others), at_least=False)
-                )
+                less = f"{what}, less that of the best other, ms"
+                self.section.goals.append(Goal(less, 0.0, overhead - min(others), at_least=False, rounds=rounds))
         return self.section

@@ -31,7 +31,7 @@ def run(script: str, *arguments: str) -> tuple[int, dict[str, Any]]:
     [
         ("tcp", ["--sizes", "16,256", "--batch-mib", "2"], "tcp put 256 KiB / raw socket"),
         ("shm", ["--sizes", "16,64", "--batch-mib", "2"], "shm get 64 KiB / memcpy"),
-        ("lookup", ["--lookups", "20"], "prefix p99 / p50 beside tcp transfers"),
+        ("lookup", ["--lookups", "20"], "count_prefix p99 / p50 beside tcp transfers"),
         ("scale", ["--objects", "30000"], "lookup among 30,000 / lookup among 10,000"),
         ("crowd", ["--clients", "4", "--seconds", "0.4"], "tcp: slowest client / mean"),
     ],

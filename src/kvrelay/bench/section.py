@@ -7,27 +7,35 @@ from typing import Any
 
 from kvrelay.bench.report import table
 
+JUDGED_ROUNDS = 20
+"""A median of fewer rounds is shown, and held against no goal."""
+
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on a figure. ``at_least``: whether more is better. ``value`` None: it could not be measured."""
+    """A bound on a figure. ``at_least``: whether more is better. ``value`` None: it could not be measured.
+
+    ``rounds``: of how many the figure is a median, where these may be too few to judge it.
+    """
 
     what: str
     bound: float
     value: float | None
     at_least: bool = True
+    rounds: int = JUDGED_ROUNDS
 
     @property
     def met(self) -> bool | None:
-        """Whether it was reached; None: not measured."""
-        if self.value is None:
+        """Whether it was reached; None: not measured, or not judged."""
+        if self.value is None or self.rounds < JUDGED_ROUNDS:
             return None
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
     def row(self) -> list[str]:
         """Cells of the goals' table."""
         reached = "not measured" if self.value is None else f"{self.value:.2f}"
-        word = {True: "met", False: "NOT met", None: "not measured"}[self.met]
+        unjudged = "not measured" if self.value is None else f"not judged: {self.rounds} rounds"
+        word = {True: "met", False: "NOT met", None: unjudged}[self.met]
         return [self.what, f"{'>=' if self.at_least else '<='} {self.bound:g}", reached, word]
 
 
