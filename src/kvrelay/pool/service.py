@@ -179,7 +179,7 @@ class PoolService:
             return
         tiers.keep_all()
         if tiers.tiering.keeping:
-            log.info("copying to the tiers what is in memory only: up to %g s", timeout_s)
+            log.info("copying objects that are in memory only to the tiers: up to %g s", timeout_s)
         await self._wait_while(lambda: "objects in memory only" if tiers.tiering.keeping else "", timeout_s)
 
     async def _wait_while(self, held: Callable[[], str], timeout_s: float) -> bool:
@@ -220,7 +220,7 @@ class PoolService:
         try:
             reload(self._context, tls.cert, tls.key, tls.client_ca)
         except ConfigError as error:
-            log.error("SIGHUP: the certificates in use stay: %s", error)  # noqa: TRY400 - said in full
+            log.error("SIGHUP: the new certificates cannot be used, and the old ones stay: %s", error)  # noqa: TRY400 - said in full
         else:
             log.info("SIGHUP: certificates read again from %s", tls.cert)
 

@@ -176,7 +176,7 @@ class Colleagues:
                 writer.write(answer)
                 await writer.drain()
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            logger.warning("a colleague's question was not answered: %s", error)
+            logger.warning("another worker's question was not answered: %s", error)
         finally:
             writer.close()
 

@@ -70,7 +70,7 @@ class Concert:
         try:
             self._take(max(said, key=lambda standing: standing.version))
         except KvRelayError as error:
-            logger.error("what has changed since the start is not possible here: %s", error)  # noqa: TRY400
+            logger.error("this worker cannot make the changes since the start: %s", error)  # noqa: TRY400
 
     def changed(self) -> None:
         """Something is other than it was: tell the others, in the background."""
@@ -127,7 +127,7 @@ class Concert:
         try:
             self._take(_STANDING(standing))
         except KvRelayError as error:
-            logger.error("the first worker's change is not possible here: %s", error)  # noqa: TRY400 - said in full
+            logger.error("this worker cannot make the first worker's change: %s", error)  # noqa: TRY400 - said in full
             return str(error).encode()
         return _DONE
 

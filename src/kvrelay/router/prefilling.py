@@ -95,7 +95,7 @@ class Prefilling:
             await asyncio.wait({sent, prefill})
             if not prefill.cancelled() and (bug := prefill.exception()) is not None:
                 name = self._handover.record.life.name
-                logger.error("%s: the prefill leg failed over a bug", name, exc_info=bug)
+                logger.error("%s: a bug ended the prefill leg", name, exc_info=bug)
 
     def stop_soon(self) -> None:
         """The decode side had all it needed: after a moment for an answer that is on its way, break the leg off."""

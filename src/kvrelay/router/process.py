@@ -151,7 +151,7 @@ class RouterProcess:
         if problem := exposed_without(config.host, config.entrance):
             logger.warning("%s", problem)
         if PROFILES[config.connector].uses_pool and config.pool is None:
-            logger.info("no --pool: requests are handed over without tickets, and nothing proves it")
+            logger.info("no --pool: requests are handed over without tickets and proofs")
 
 
 def _calm_collector() -> None:

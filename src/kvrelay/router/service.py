@@ -229,7 +229,7 @@ class RouterService:
         applied = Applied(fleet, changed(self._config, config))
         self._go_over(config)
         self.concert.changed()
-        logger.info("the new configuration counts: %s", applied.told())
+        logger.info("the new configuration is in use: %s", applied.told())
         return applied
 
     def _go_over(self, config: RouterConfig) -> None:

@@ -55,7 +55,7 @@ class _Pool:
                         logger.warning("the pool at %s is gone: its prefill engine hands over unprotected", self.name)
                         self.client = None
                     self.client = await self.connect()
-                    logger.info("the pool at %s is there", self.name)
+                    logger.info("the pool at %s can be reached", self.name)
                 await self.client.stat()
             self.slow = False
         except TimeoutError:

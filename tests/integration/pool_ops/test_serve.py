@@ -218,7 +218,7 @@ def test_certificates_are_read_again_on_sighup(serve: Serve, tmp_path: Path) -> 
             same_host.stat()
         with pool.connect(pool.tcp, tls=new.trusting()) as still:
             assert still.get(b"k") == b"v"
-    assert "the certificates in use stay" in pool.log
+    assert "the new certificates cannot be used, and the old ones stay" in pool.log
 
 
 def test_a_wait_ends_when_a_draining_pool_does(serve: Serve) -> None:

@@ -125,5 +125,5 @@ def test_a_thread_that_hangs_does_not_keep_the_pool_from_ending(
     below.service.dispatch()
     assert hanging.wait(10)
     below.service.close()
-    assert "is left as it is, for a thread hangs: folder look" in caplog.text
+    assert "is not closed, because one of its threads hangs: folder look" in caplog.text
     let_go.set()

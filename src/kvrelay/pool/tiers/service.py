@@ -146,7 +146,9 @@ class TierService:
         for guard, lanes in zip(self.guards, self._lanes, strict=True):
             hanging = [thread.name for thread, lane in self._threads if thread.is_alive() and lane in lanes]
             if hanging:
-                log.warning("tier %s is left as it is, for a thread hangs: %s", guard.name, ", ".join(hanging))
+                log.warning(
+                    "tier %s is not closed, because one of its threads hangs: %s", guard.name, ", ".join(hanging)
+                )
             else:
                 guard.close()
 

@@ -79,7 +79,7 @@ class Serving:
             await self._service.reload_entrance()
         except ConfigError as error:
             for problem in error.problems:
-                logger.error("SIGHUP: what this file held stays in use: %s", problem)  # noqa: TRY400 - said in full
+                logger.error("SIGHUP: a file cannot be used, and what it held before stays in use: %s", problem)  # noqa: TRY400 - said in full
         else:
             logger.info("SIGHUP: keys and certificates have been read again")
         if self._read_config is None or not self._service.concert.leads:

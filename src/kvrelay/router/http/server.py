@@ -331,7 +331,7 @@ class Connection(asyncio.Protocol):
     def _answered(self, task: asyncio.Task[None]) -> None:
         reply, self._active, self._task = self._active, None, None
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a request's task ended badly", exc_info=error)
+            logger.error("a request's task ended with an error", exc_info=error)
         if self._transport is None or reply is None:
             return
         if self._transport.is_closing():
