@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvrelay.client.blocking import PoolClient
 from kvrelay.client.core.blocks import Blocks
-from kvrelay.client.core.given import pairs_of
+from kvrelay.client.core.given import keys_of, pairs_of, whole_number
 from kvrelay.client.tensors import bytes_of_tensor
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, KvRelayError, NotFoundError, PoolUnavailableError
@@ -42,7 +43,12 @@ class InfiniStoreKeyNotFound(NotFoundError):  # noqa: N818 - InfiniStore's name
 
 def key_of(key: str) -> bytes:
     """The pool's key for a string: its UTF-8 bytes, or their SHA-256 where these are more than 64."""
-    encoded = key.encode()
+    if not isinstance(key, str):
+        raise BadRequestError(f"{key!r} of type {type(key).__qualname__} is not a key: InfiniStore's are strings")
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(f"{key!r} is not a key: {error}") from None
     if not encoded:
         raise BadRequestError("a key is empty")
     return encoded if len(encoded) <= limits.MAX_KEY_BYTES else hashlib.sha256(encoded).digest()
@@ -128,10 +134,9 @@ class InfinityConnection:
 
     def register_mr(self, memory: int | Memory, size: int | None = None) -> int:
         """Say that this memory (a pointer and its size, or a tensor) will be used. Needed before pointers are used."""
-        if isinstance(memory, int):
-            if not memory or not size or size < 0:
-                raise BadRequestError(f"{size} bytes at {memory:#x} cannot be used as memory")
-            self._regions.append((memory, memory + size))
+        if isinstance(memory, Integral):
+            start, count = _region(memory, size)
+            self._regions.append((start, start + count))
         else:
             bytes_of_tensor(memory)
         return 0
@@ -156,7 +161,7 @@ class InfinityConnection:
 
     def allocate_rdma(self, keys: Sequence[str], page_size_in_bytes: int) -> list[RemoteBlock]:
         """Pages to be written by `rdma_write_cache`. Nothing is asked of the pool before that."""
-        return [RemoteBlock(key_of(key), page_size_in_bytes) for key in keys]
+        return [RemoteBlock(key, page_size_in_bytes) for key in _keys_of(keys)]
 
     def rdma_write_cache(
         self, cache: Memory, offsets: Sequence[int], page_size: int, remote_blocks: Sequence[RemoteBlock]
@@ -198,9 +203,7 @@ class InfinityConnection:
 
     def tcp_write_cache(self, key: str, ptr: int, size: int, **_ignored: Any) -> None:
         """Store ``size`` bytes at ``ptr``."""
-        if not ptr or size <= 0:
-            raise BadRequestError(f"{size} bytes at {ptr:#x} cannot be used as memory")
-        self._pool.put(key_of(key), _memory(ptr, size))
+        self._pool.put(key_of(key), _memory(*_region(ptr, size)))
 
     def tcp_read_cache(self, key: str, **_ignored: Any) -> Any:
         """One object, as a NumPy array of bytes. InfiniStoreKeyNotFound: it is not there."""
@@ -212,12 +215,14 @@ class InfinityConnection:
         return np.frombuffer(data, dtype=np.uint8)
 
     def _at(self, ptr: int, blocks: Sequence[tuple[str, int]], block_size: int) -> tuple[list[bytes], Blocks]:
-        first = ptr + min((offset for _, offset in blocks), default=0)
-        last = ptr + max((offset for _, offset in blocks), default=0) + block_size
+        names, places = pairs_of(blocks, "blocks", "key and offset")
+        offsets = [whole_number(place, "offset") for place in places]
+        ptr, block_size = _region(ptr, block_size)
+        first = ptr + min(offsets, default=0)
+        last = ptr + max(offsets, default=0) + block_size
         if not any(start <= first and last <= stop for start, stop in self._regions):
             raise BadRequestError(f"memory from {first:#x} to {last:#x} was not registered: call register_mr first")
-        keys = [key_of(key) for key, _ in blocks]
-        return keys, Blocks.of_pages(_memory(ptr, last - ptr), [offset for _, offset in blocks], block_size)
+        return _keys_of(names), Blocks.of_pages(_memory(ptr, last - ptr), offsets, block_size)
 
     # --- keys ---
 
@@ -227,20 +232,33 @@ class InfinityConnection:
 
     def get_match_last_index(self, keys: Sequence[str]) -> int:
         """Index of the last key of the longest prefix that the pool holds. NotFoundError: not even the first."""
-        sealed = self._pool.count_prefix([key_of(key) for key in keys]).sealed
+        sealed = self._pool.count_prefix(_keys_of(keys)).sealed
         if not sealed:
             raise InfiniStoreKeyNotFound("can't find a match: the first key is not in the pool")
         return sealed - 1
 
     def delete_keys(self, keys: Sequence[str]) -> int:
         """Forget objects; how many there were."""
-        return self._pool.delete([key_of(key) for key in keys])
+        return self._pool.delete(_keys_of(keys))
+
+
+def _keys_of(keys: Sequence[str]) -> list[bytes]:
+    """The pool's keys for strings."""
+    return [key_of(key) for key in keys_of(keys)]
+
+
+def _region(address: Any, size: Any) -> tuple[int, int]:
+    """An address and how many bytes are there. BadRequestError: neither can be."""
+    start, count = whole_number(address, "address"), whole_number(size, "size")
+    if start <= 0 or count <= 0 or start + count > 1 << 64:
+        raise BadRequestError(f"{count} bytes at {start:#x} cannot be used as memory")
+    return start, count
 
 
 def _named(blocks: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
     """Blocks under keys of the pool."""
     keys, offsets = pairs_of(blocks, "blocks", "key and offset")
-    return list(zip(map(key_of, keys), offsets, strict=True))
+    return list(zip(_keys_of(keys), offsets, strict=True))
 
 
 class _KeyNotFound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from kvrelay.testing.pool import PoolThread
 from kvrelay.transport.address import parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -152,6 +152,38 @@ def test_long_keys_become_their_digest_and_stay_apart(conn: infinistore.Infinity
     assert len(infinistore.key_of("x" * 500)) == 32
     with pytest.raises(BadRequestError, match="empty"):
         conn.check_exist("")
+
+
+async def test_what_is_no_key_pointer_or_number_is_named(conn: Any) -> None:
+    page = np.arange(16, dtype=np.uint8)
+    pointer = np.int64(page.ctypes.data)
+    with pytest.raises(BadRequestError, match="not registered"):
+        await conn.rdma_write_cache_async([("a", 0)], 8, pointer)
+    conn.register_mr(pointer, np.int32(16))
+    assert await conn.rdma_write_cache_async([("a", np.int64(8))], np.int64(8), pointer) == 200
+    assert bytes(conn.tcp_read_cache("a")) == bytes(page[8:])
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: conn.check_exist(b"a"), "b'a' of type bytes is not a key"),
+        (lambda: conn.check_exist("\ud800"), "is not a key"),
+        (lambda: conn.delete_keys("a"), "keys = 'a' of type str: legal is a sequence of keys"),
+        (lambda: conn.get_match_last_index(None), "keys = None of type NoneType"),
+        (lambda: conn.write_cache(page, {"a": 0}, 8), "blocks = {'a': 0} of type dict"),
+        (lambda: conn.register_mr(-5, 16), "16 bytes at -0x5 cannot be used as memory"),
+        (lambda: conn.register_mr(5, "16"), "size = '16' of type str"),
+        (lambda: conn.tcp_write_cache("b", 1 << 64, 8), "8 bytes at 0x10000000000000000 cannot be used as memory"),
+        (lambda: conn.tcp_write_cache("b", None, 8), "address = None of type NoneType"),
+    ]
+    for call, why in calls:
+        with pytest.raises(BadRequestError, match=why):
+            call()
+    for blocks, size, why in (
+        ([("b", 0.5)], 8, "offset = 0.5 of type float"),
+        ([("b", 12)], 8, "not registered"),
+        ([("b", 0)], -8, "-8 bytes at"),
+        (None, 8, "blocks = None"),
+    ):
+        with pytest.raises(BadRequestError, match=why):
+            await conn.rdma_write_cache_async(blocks, size, pointer)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

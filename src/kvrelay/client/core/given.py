@@ -5,18 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrelay.errors import BadRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+K = TypeVar("K")
+
 SHOWN = 40
 """Characters shown of a value."""
 
 
-def keys_of(keys: Iterable[bytes]) -> Sequence[bytes]:
+def keys_of(keys: Iterable[K]) -> Sequence[K]:
     """Keys in their order; a list or tuple as it is.
 
     Raises:
@@ -25,11 +27,11 @@ def keys_of(keys: Iterable[bytes]) -> Sequence[bytes]:
     if isinstance(keys, list | tuple):
         return keys
     if isinstance(keys, bytes | bytearray | memoryview | str | Mapping | AbstractSet):
-        raise _wrong("keys", keys, "a sequence of keys, such as [b'key']")
+        raise _wrong("keys", keys, "a sequence of keys")
     try:
         return list(keys)
     except TypeError:
-        raise _wrong("keys", keys, "a sequence of keys, such as [b'key']") from None
+        raise _wrong("keys", keys, "a sequence of keys") from None
 
 
 def pairs_of(items: Iterable[tuple[Any, Any]], what: str, of: str) -> tuple[list[Any], list[Any]]:
