@@ -237,6 +237,34 @@ def test_what_was_looked_up_is_spared_as_what_the_pool_was_asked_for(pages: int)
         assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("batch", [1, 400])  # of a batch the last is the first to go
+@pytest.mark.parametrize("filled", range(296, 400, 4))
+def test_what_was_looked_up_while_the_index_grows_is_spared_and_once_only(
+    ends: tuple[socket.socket, socket.socket], filled: int, batch: int
+) -> None:
+    """It begins to grow at 308 names; some are looked up and some of these spared at any step of that, and after it."""
+    assert native is not None
+    asked = Shown(native.Catalog(ARENA_BYTES), IndexMemory.create(ARENA_BYTES), -1)
+    looked = show(native.Catalog(ARENA_BYTES), ends[0].fileno())
+    for made in (asked, looked):
+        for first in range(0, filled, batch):
+            made.put(names(min(batch, filled - first), first))
+    for step, last in enumerate((filled + 6, 430, 470, 520)):
+        wanted = names(230)[step :: 3 + step]
+        for key in wanted:
+            assert looked.counted([key]) == asked.catalog.count_prefix(0, [key])
+        for made in (asked, looked):
+            made.catalog.trim(64 * 25)
+            made.put(names(last - filled, 1_000 * (step + 1)))
+            made.catalog.trim(64 * 25)
+        filled = last
+        kept = [made.catalog.lookup(0, names(filled))[0] for made in (asked, looked)]
+        assert kept[0] == kept[1]
+    for made in (asked, looked):
+        made.catalog.check_integrity()
+        made.memory.close()
+
+
 def test_tenants_have_indexes_of_their_own(ends: tuple[socket.socket, socket.socket]) -> None:
     assert native is not None
     catalog = native.Catalog(ARENA_BYTES)
