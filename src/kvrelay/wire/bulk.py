@@ -117,7 +117,8 @@ class Locate(Request, frozen=True):
 class Located(Reply, frozen=True):
     """``count`` objects, leased as ``lease`` (0 if none). A column each: places, sizes, checksums of the whole bytes.
 
-    An object of several segments has no checksum of its whole: it counts as absent here; use `Match`.
+    An object of several segments has no checksum of its whole: it ends the prefix. ``segmented``: how many of these
+    come next, which `Match` finds.
     """
 
     lease: Count
@@ -125,6 +126,7 @@ class Located(Reply, frozen=True):
     offsets: bytes
     sizes: bytes
     sums: bytes
+    segmented: Count = 0
 
 
 class Get(Request, frozen=True):
@@ -141,12 +143,14 @@ class Get(Request, frozen=True):
 class Got(Reply, frozen=True):
     """``count`` objects follow as payload, concatenated; ``sums``: their checksums.
 
-    ``size``: where it ended because an object has another size than was asked, that size; else 0.
+    ``size``: where it ended because an object has another size than was asked, that size; else 0. ``segmented``: as of
+    `Located`.
     """
 
     count: Count
     sums: bytes
     size: Count
+    segmented: Count = 0
 
 
 class CountPrefix(Request, frozen=True):

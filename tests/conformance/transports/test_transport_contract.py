@@ -210,6 +210,28 @@ def test_an_object_of_many_segments_is_got_whole_among_others(client: Client) ->
     assert client.do("read_ranges", b"b", [(4000, 200), (16_383, 1)]) == [data[4000:4200], data[-1:]]
 
 
+def test_every_key_asked_for_is_counted_once(client: Client) -> None:
+    """A key that is not there is one miss, and one that is one hit, of whatever size and in however many segments."""
+    data = rng.randbytes(2 * 4096)
+    put(client, {b"a": b"plain", b"c": bytes(300_000)})
+    assert client.do("write_ranges", b"b", len(data), [(0, data)], segment_bytes=4096)
+
+    def counted(operation: str, *asked: object) -> tuple[int, int]:
+        before = client.do("stat")
+        client.do(operation, *asked)
+        after = client.do("stat")
+        return after["matched"] - before["matched"], after["missed"] - before["missed"]
+
+    assert counted("get", b"a") == (1, 0)
+    assert counted("get", b"b") == (1, 0)
+    assert counted("get", b"c") == (1, 0)
+    assert counted("get", b"none") == (0, 1)
+    sizes = {b"a": b"plain", b"b": data, b"c": bytes(300_000)}
+    assert counted("get_many", list(sizes), buffers(sizes)) == (3, 0)
+    holed = [b"a", b"none", b"b", b"c"]
+    assert counted("get_many", holed, [bytearray(len(sizes.get(key, b"?"))) for key in holed]) == (1, 3)
+
+
 def test_pieces_may_be_written_again_and_others_are_a_conflict(client: Client, connect: Callable[[], Client]) -> None:
     def write(who: Client, data: bytes, group: str) -> bool:
         done: bool = who.do("write_ranges", b"k", 8192, [(0, data)], segment_bytes=4096, group=group)

@@ -48,20 +48,26 @@ class Getting:
         while done < len(keys):
             rest, into = keys[done:], blocks.cut(done, len(blocks))
             if (direct := self.direct) is not None:
-                got = yield from self._get_direct(direct, rest, into, wait_s)
+                got, segmented = yield from self._get_direct(direct, rest, into, wait_s)
             else:
-                got = yield from self._get_frames(rest, into, wait_s)
+                got, segmented = yield from self._get_frames(rest, into, wait_s)
             done += got
-            if done == len(keys):
+            if not segmented:
                 break
-            more = yield from self._segments.read_segmented(keys[done:], blocks.cut(done, len(blocks)))
+            end = min(done + segmented, len(keys))
+            more = yield from self._segments.read_segmented(keys[done:end], blocks.cut(done, end))
             if not more:
                 break
             done += more
         return done
 
-    def _get_direct(self, direct: Direct, keys: Sequence[bytes], blocks: Blocks, wait_s: float) -> Operation[int]:
-        """Locate, copy and verify, Release: batch by batch, with the next located ahead."""
+    def _get_direct(
+        self, direct: Direct, keys: Sequence[bytes], blocks: Blocks, wait_s: float
+    ) -> Operation[tuple[int, int]]:
+        """Locate, copy and verify, Release: batch by batch, with the next located ahead.
+
+        How many were read, and how many objects of several segments come next.
+        """
 
         def locate(start: int, stop: int) -> Ask:
             return Ask(m.Locate(0, list(keys[start:stop]), LEASE_S, wait_s), m.Located)
@@ -70,6 +76,7 @@ class Getting:
         asked: deque[Batch] = deque()
         releases: deque[Call] = deque()
         lease = done = 0
+        segmented = 0
         try:
             yield from ask_ahead(locate, cuts, asked)
             while asked:
@@ -84,6 +91,8 @@ class Getting:
                     if bad >= 0:
                         yield from self._segments.report_damage(lease, bad)
                     done += located.count
+                if done == batch.start + located.count:
+                    segmented = located.segmented
                 if lease:
                     releases.append((yield from begin(Ask(m.Release(0, lease)), more=True)))
                     lease = 0
@@ -94,7 +103,7 @@ class Getting:
         except KvRelayError as error:
             yield from self._give_up_leases(asked, lease, wait=not isinstance(error, AbandonedError))
             raise
-        return done
+        return done, segmented
 
     def _give_up_leases(self, asked: deque[Batch], lease: int, *, wait: bool) -> Operation[None]:
         leases = [lease] if lease else []
@@ -107,8 +116,8 @@ class Getting:
             for held in leases:
                 yield from begin(Ask(m.Release(0, held)))
 
-    def _get_frames(self, keys: Sequence[bytes], blocks: Blocks, wait_s: float) -> Operation[int]:
-        """One `Get` a batch, checksummed while it arrives."""
+    def _get_frames(self, keys: Sequence[bytes], blocks: Blocks, wait_s: float) -> Operation[tuple[int, int]]:
+        """One `Get` a batch, checksummed while it arrives; what is returned is as of `_get_direct`."""
 
         def ask(start: int, stop: int) -> Ask:
             piece = blocks.cut(start, stop)
@@ -118,6 +127,7 @@ class Getting:
         cuts = blocks.batches()
         asked: deque[Batch] = deque()
         done = 0
+        segmented = 0
         try:
             yield from ask_ahead(ask, cuts, asked)
             while asked:
@@ -137,10 +147,11 @@ class Getting:
                     done += got.count
                 else:
                     done += yield from self._verified(keys, blocks.cut(done, done + got.count), done, got.sums)
+                segmented = got.segmented if done == batch.start + got.count else 0
         except KvRelayError as error:
             yield from settle(asked, error)
             raise
-        return done
+        return done, segmented
 
     def _verified(self, keys: Sequence[bytes], blocks: Blocks, start: int, sums: bytes) -> Operation[int]:
         """How many blocks, from the first on, are right. A damaged one is read once more, under a lease.
@@ -169,7 +180,7 @@ class Getting:
         located = yield Ask(m.Locate(0, [key], LEASE_S, wait_s), m.Located)
         assert isinstance(located, m.Located)
         if not located.count:
-            return (yield from self._segments.get_segmented(key))
+            return (yield from self._segments.get_segmented(key)) if located.segmented else None
         try:
             size = int.from_bytes(located.sizes, "little")
             if located.count != 1 or not 0 < size <= limits.MAX_OBJECT_BYTES:
@@ -198,7 +209,7 @@ class Getting:
                 right = yield from self._verified([key], into, 0, got.sums)
                 return bytes(data) if right else None
             if not got.size:
-                return (yield from self._segments.get_segmented(key))
+                return (yield from self._segments.get_segmented(key)) if got.segmented else None
             if got.size > limits.MAX_OBJECT_BYTES:
                 raise ProtocolError(f"the pool speaks of an object of {got.size} bytes")
             self._guess = got.size

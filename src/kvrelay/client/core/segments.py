@@ -233,8 +233,6 @@ class Segments:
 
     def read_segmented(self, keys: Sequence[bytes], blocks: Blocks) -> Operation[int]:
         """Read objects of several segments, up to the first key that is not one; how many were read."""
-        if not (yield from self._has_segments(keys[0])):
-            return 0
         prefix = yield from self.match_prefix(keys[: limits.MAX_KEYS], lease_s=GET_LEASE_S, unsealed=False)
         views = prefix.views
         run = next((n for n, view in enumerate(views) if view.layers * view.segments == 1), len(views))
@@ -255,8 +253,6 @@ class Segments:
 
     def get_segmented(self, key: bytes) -> Operation[bytes | None]:
         """Read one object of several segments; None when there is none of that name."""
-        if not (yield from self._has_segments(key)):
-            return None
         prefix = yield from self.match_prefix([key], lease_s=GET_LEASE_S, unsealed=False)
         if not prefix:
             return None
@@ -274,11 +270,6 @@ class Segments:
             yield from self.release(prefix)
             return False
         return (yield from self._read_and_release(prefix, target))
-
-    def _has_segments(self, key: bytes) -> Operation[bool]:
-        reply = yield Ask(m.Match(0, [key], 0.0, unsealed=False), m.Matched)
-        assert isinstance(reply, m.Matched)
-        return any(view.layers * view.segments > 1 for view in reply.views)
 
     def _read_and_release(self, prefix: Prefix, target: memoryview) -> Operation[bool]:
         try:

@@ -281,37 +281,56 @@ class Bulk:
 
     # --- reading ---
 
-    def _sealed(self, conn: Connection, keys: list[bytes]) -> bytes:
-        return self._catalog.prefix(conn.tenant, keys, State.SEALED, 1)
-
     def _with_sealed(
-        self, conn: Connection, request: m.Locate | m.Get, act: Callable[[bytes, float], None], now: float
+        self,
+        conn: Connection,
+        request: m.Locate | m.Get,
+        act: Callable[[bytes, int, float], int],
+        now: float,
     ) -> None:
-        """Call ``act`` with rows of the longest sealed prefix and the time, when what is below is here or given up."""
-        column = self._sealed(conn, request.keys)
-        missing = request.keys[len(column) // 4 :]
-        if not missing or self._seeking.lower is None or not request.wait_s:
-            self._reading.count(len(column) // 4, len(request.keys))
-            act(column, now)
-            return
+        """Call ``act`` when what is below is here or given up; it answers, and returns how many keys that told of.
+
+        With rows of the longest sealed prefix, how many objects of several segments come next, and the time.
+        """
 
         def answer(_found: int, now: float) -> None:
-            column = self._sealed(conn, request.keys)
-            self._reading.count(len(column) // 4, len(request.keys))
             try:
-                act(column, now)
+                found, segmented = self._sealed(conn, request.keys)
+                told = act(found, segmented, now)
             except KvRelayError as error:
                 self._desk.fail(conn.number, request.id, error)
+                return
+            # Of what ended it, for its size or its segments, the client asks again: it is counted then.
+            self._reading.count(told, told if segmented or told < len(found) // 4 else len(request.keys))
 
-        self._seeking.ask(conn, missing, answer, now, wait_s=request.wait_s, bring=True)
+        if request.wait_s and self._seeking.lower is not None:
+            found, _ = self._sealed(conn, request.keys)
+            if missing := request.keys[len(found) // 4 :]:
+                self._seeking.ask(conn, missing, answer, now, wait_s=request.wait_s, bring=True)
+                return
+        answer(0, now)
+
+    def _sealed(self, conn: Connection, keys: list[bytes]) -> tuple[bytes, int]:
+        column = self._catalog.prefix(conn.tenant, keys, State.SEALED, 1)
+        missing = keys[len(column) // 4 :]
+        if not missing or not self._catalog.prefix(conn.tenant, missing[:1], State.SEALED, limits.MAX_SEGMENTS):
+            return column, 0
+        after = memoryview(self._catalog.prefix(conn.tenant, missing, State.SEALED, limits.MAX_SEGMENTS)).cast("I")
+        return column, sum(1 for _ in itertools.takewhile(self._has_segments, after))
+
+    def _has_segments(self, row: int) -> bool:
+        _, _, layers, segments = self._catalog.geometry(row)
+        return layers * segments > 1
 
     def locate(self, conn: Connection, request: m.Locate, now: float) -> None:
         """Lease the longest sealed prefix and say where it is."""
 
-        def act(column: bytes, now: float) -> None:
+        def act(column: bytes, segmented: int, now: float) -> int:
             lease = self._reading.lease(conn, request.id, column, now + request.lease_s) if request.lease_s else 0
             offsets, sizes, sums = self._catalog.describe(column)
-            self._desk.send(conn.number, m.Located(request.id, lease, len(column) // 4, offsets, sizes, sums))
+            count = len(column) // 4
+            self._desk.send(conn.number, m.Located(request.id, lease, count, offsets, sizes, sums, segmented))
+            return count
 
         self._with_sealed(conn, request, act, now)
 
@@ -320,15 +339,17 @@ class Bulk:
         if len(request.sizes) != 8 * len(request.keys):
             raise BadRequestError(f"{len(request.sizes)} bytes of sizes for {len(request.keys)} keys")
 
-        def act(column: bytes, _now: float) -> None:
+        def act(column: bytes, segmented: int, _now: float) -> int:
             _, sizes, sums = self._catalog.describe(column)
             other = 0
             if not request.sizes.startswith(sizes):
                 pairs = zip(memoryview(sizes).cast("Q"), memoryview(request.sizes).cast("Q"), strict=False)
                 end, other = next((index, found) for index, (found, wanted) in enumerate(pairs) if found != wanted)
                 column, sums = column[: 4 * end], sums[: 8 * end]
-            got = m.Got(request.id, len(column) // 4, sums, other)
+            count = len(column) // 4
+            got = m.Got(request.id, count, sums, other, 0 if other else segmented)
             self._reading.send(conn, got, self._catalog.runs(column), column)
+            return count
 
         self._with_sealed(conn, request, act, now)
 
