@@ -86,6 +86,10 @@ class Engine:
         """Prompt tokens this engine has taken from its connector so far."""
         return Counters(self.url).total("vllm:external_prefix_cache_hits_total")
 
+    def saved_tokens(self) -> float:
+        """Tokens whose KV it has saved to our pool so far."""
+        return Counters(self.url).total("kvrelay:saved_tokens_total")
+
     def generated_tokens(self) -> float:
         """Tokens it has generated so far."""
         return Counters(self.url).total("vllm:generation_tokens_total")

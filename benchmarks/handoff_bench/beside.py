@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from handoff_bench.asking import Engine
     from handoff_bench.legs import Legs, Settings
 
+HELD_TO_GOALS = ("kvrelay", "kvrelay-async")
 WINDOW = 4
 """Requests in a window; windows of hand-overs and of local hits take turns."""
 
@@ -65,10 +66,9 @@ class BesideTable(Table):
             "local_tokens_s": median(local),
             "itl_ratio": ratio,
         }
-        if name == "kvrelay":
-            self.section.goals.append(
-                Goal(f"ITL beside {length}-token hand-overs", 1.05, ratio, at_least=False, rounds=len(handed))
-            )
+        if name in HELD_TO_GOALS:
+            what = f"{name}: ITL beside {length}-token hand-overs"
+            self.section.goals.append(Goal(what, 1.05, ratio, at_least=False, rounds=len(handed)))
 
     def _measure(self, legs: Legs, length: int) -> tuple[list[float], list[float]]:
         handed: list[float] = []

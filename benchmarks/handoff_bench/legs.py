@@ -74,14 +74,16 @@ class Legs:
         answer = self.prefill.complete(prompt, self.contestant.prefill_params())
         return self.decode.stream(prompt, self.contestant.decode_params(answer), tokens=tokens)
 
-    def check(self, length: int) -> None:
+    def check(self, length: int, what: str) -> None:
         """Prove that a hand-over of this length gives the right answer without computing the prompt again.
+
+        ``what``: is checked for; every prompt is handed over once.
 
         Raises:
             KvRelayError: it does not.
         """
         length += self.contestant.longer_by
-        prompt = prompt_of(length, "check", self.contestant.name, length)
+        prompt = prompt_of(length, "check", what, self.contestant.name, length)
         before = self.decode.external_tokens()
         _, ours = self.hand_over(prompt, tokens=CHECKED)
         right = json.loads(self.plain.complete(prompt, tokens=CHECKED))["choices"][0]["token_ids"]
@@ -112,9 +114,10 @@ class Table:
         self.section = Section(title, header)
 
     def run(self, legs: Legs, length: int) -> None:
-        """Measure one contestant at one length; what it cannot do is noted."""
+        """Measure one contestant at one length, after its answer has been checked; what it cannot do is noted."""
         known = len(self.section.rows)
         try:
+            legs.check(length, self.section.title)
             self.add(legs, length)
         except KvRelayError as error:
             self.section.absent[f"{legs.contestant.name}, {length} tokens"] = str(error)

@@ -109,7 +109,9 @@ class OverlappedTable(Table):
         try:
             for round_, counts in self.settings.rounds():
                 prompt = prompt_of(length, "overlapped", legs.contestant.name, length, round_)
+                before = legs.decode.external_tokens()
                 one = _hand_over(legs, desk, witness, prompt, f"overlapped-{length}-{round_}")
+                legs.prove_taken(before, legs.handed_over(length))
                 legs.prefill_other(prompt, "overlapped", round_)
                 other = legs.decode.stream(prompt)[0]
                 if counts:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 COPIES = 15
+SAVED_WITHIN_S = 10.0
+"""An engine's counters come after the answer."""
 
 
 def copy_s(size_bytes: int) -> float:
@@ -71,12 +73,26 @@ class SavingTable(Table):
             raise KvRelayError("there is no plain engine on P's core")
         saved: list[float] = []
         plain: list[float] = []
+        before = legs.prefill.saved_tokens()
+        rounds = 0
         for round_, counts in self.settings.rounds():
             prompt = prompt_of(length, "saving", legs.contestant.name, length, round_)
             other = engine.stream(prompt)[0] if round_ % 2 else 0.0
             one = legs.prefill.stream(prompt, legs.contestant.prefill_params())[0]
             other = other or engine.stream(prompt)[0]
+            rounds += 1
             if counts:
                 saved.append(one)
                 plain.append(other)
+        if legs.contestant.pooled:
+            _prove_saved(legs, before, (rounds - 1) * (length - 1))  # the last is told with the next step
         return saved, plain
+
+
+def _prove_saved(legs: Legs, before: float, tokens: int) -> None:
+    """Raise `KvRelayError` unless P has saved ``tokens`` since its counter was ``before``."""
+    until = time.monotonic() + SAVED_WITHIN_S
+    while (saved := legs.prefill.saved_tokens() - before) < tokens:
+        if time.monotonic() > until:
+            raise KvRelayError(f"P saved {saved:.0f} of {tokens} prompt tokens")
+        time.sleep(0.1)

@@ -95,8 +95,7 @@ class TtftTable(Table):
         self._rounds: dict[tuple[str, int, int], int] = {}
 
     def add(self, legs: Legs, length: int) -> None:
-        """Measure one contestant at one length, after its answer has been checked."""
-        legs.check(length)
+        """Measure one contestant at one length."""
         for decodes in self.settings.decodes if legs.contestant.caches else (0,):
             self._note(legs.contestant.name, length, decodes, measure(legs, length, decodes, self.settings))
 
