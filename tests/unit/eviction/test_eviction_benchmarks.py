@@ -44,9 +44,10 @@ def test_the_allocator_benchmark_fills_churns_and_times_every_candidate() -> Non
         "bench_allocator.py", "--arena-mib", "64", "--turnover", "1", "--objects", "10000", "--pairs", "1000"
     )
     assert "blocks, windows" in printed
-    assert set(results) == {"refill", "churn in order", "churn at random", "cost"}
+    assert set(results) == {"refill", "churn in order", "churn at random", "usable", "cost"}
     for line in results["refill"].values():
         assert all(0 < refill["again"] <= 1 >= refill["full"] > 0 for refill in line.values())
     for found in (results["churn in order"], results["churn at random"]):
         assert all(0 < phase["least"] <= phase["steady"] <= 1 for line in found.values() for phase in line)
+    assert all(0 < goal["value"] <= 1 for goal in results["usable"].values())
     assert all(seconds > 0 for line in results["cost"].values() for pair in line.values() for seconds in pair)
