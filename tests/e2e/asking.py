@@ -201,6 +201,31 @@ def proofs(stack: RunningStack, answer: Answer) -> list[dict[str, Any]]:
     return found
 
 
+def assert_each_handed_over(stack: RunningStack, reference: RunningStack, question: Question, *, prompts: int) -> None:
+    """Ask about several prompts, or for several choices: the same answer and usage, each choice taken from P.
+
+    P computes each of the ``prompts`` once, however many choices are made of it.
+    """
+    done = sum(Counters(url).total("vllm:request_success_total") for url in stack.prefill_urls)
+    ours, theirs = (
+        httpx.post(f"{one.base_url}{question.path}", json=question.body, timeout=ANSWER_S) for one in (stack, reference)
+    )
+    assert (ours.status_code, theirs.status_code) == (200, 200), (ours.text, theirs.text)
+    right, got = theirs.json(), ours.json()
+    for what in ("index", "token_ids", "finish_reason"):
+        assert [one[what] for one in got["choices"]] == [one[what] for one in right["choices"]], what
+    for what in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert got["usage"][what] == right["usage"][what], what
+    answer = Answer(handover=ours.headers["x-kvrelay-handover"])
+    count = len(right["choices"])
+    told = eventually(lambda: proofs(stack, answer), lambda found: len(found) >= count, f"{count} proofs")
+    assert len(told) == count
+    assert all(one["recomputed_tokens"] <= 1 for one in told), told
+    assert sum(one["handed_over_tokens"] for one in told), told
+    now = sum(Counters(url).total("vllm:request_success_total") for url in stack.prefill_urls)
+    assert now - done == prompts, "requests that P answered"
+
+
 PARTS = ("handed_over", "earlier", "local", "recomputed")
 
 
@@ -218,6 +243,7 @@ def ask_and_kill(
     *seed: object,
     length: int,
     pid: int | None = None,
+    headers: dict[str, str] | None = None,
 ) -> tuple[Question, Answer]:
     """Ask, kill ``victim`` as soon as ``when`` says so, and wait for the answer.
 
@@ -231,7 +257,7 @@ def ask_and_kill(
     ):
         for attempt in range(ATTEMPTS):
             question = completion(stack.model_name, tokens(length, "fault", *seed, attempt), stream=True)
-            answer = threads.submit(ask, stack, question, timeout_s=DEADLINE_S)
+            answer = threads.submit(ask, stack, question, timeout_s=DEADLINE_S, headers=headers)
             while not answer.done():
                 if when(pool):
                     os.kill(pid or started, signal.SIGKILL)

@@ -72,6 +72,11 @@ def test_the_pool_killed_during_a_prefill_costs_a_recompute(stack: RunningStack,
     handed_over_again(stack, reference, seed=32)
 
 
+def policy(name: str) -> dict[str, str]:
+    """A request's own wish."""
+    return {"x-kvrelay-on-lost-kv": name}
+
+
 def test_d_killed_while_it_loads_is_a_clear_error_and_frees_everything(
     stack: RunningStack, reference: RunningStack
 ) -> None:
@@ -96,7 +101,10 @@ def test_p_killed_while_it_saves_leaves_the_work_to_d_and_its_successor_reuses_w
     stack.revive(REVIVE_S)
     handed_over_again(stack, reference, seed=38)
     again = completion(stack.model_name, tokens(333, "fault", 38))
-    stack.kill("P0")
+    _, refused = ask_and_kill(stack, "P0", unsealed, 54, length=1900, headers=policy("strict"))
+    assert refused.status in (502, 503), refused
+    assert json.loads(refused.error)["error"]["message"]
+    assert_nothing_held(stack)
     stack.revive(REVIVE_S)
     assert_everybody_at_the_pool(stack)
     reply = httpx.post(f"{stack.prefill_urls[0]}/v1/completions", json=again.body, timeout=120)

@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from asking import Answer, Question, ask, assert_nothing_held, assert_same, chat, completion, eventually, proof, tokens
+from asking import (
+    Answer,
+    Question,
+    ask,
+    assert_each_handed_over,
+    assert_nothing_held,
+    assert_same,
+    chat,
+    completion,
+    eventually,
+    proof,
+    tokens,
+)
 
 from kvrelay.testing.adapter_models import build_tiny_lora
 from kvrelay.testing.stack import Counters
@@ -99,19 +111,11 @@ def test_a_chat_goes_on(pair: Pair) -> None:
 
 
 def test_a_batch_of_prompts(pair: Pair) -> None:
-    stack, _ = pair
+    stack, reference = pair
     batch = completion(stack.model_name, [1], max_tokens=20)
     batch.body["prompt"] = [repeating(length, "batch", length) for length in (5, 64, 70, 300)]
-    ours, theirs = (choices(one, batch) for one in pair)
-    assert len(ours) == 4
-    assert ours == theirs
+    assert_each_handed_over(stack, reference, batch, prompts=4)
     assert_nothing_held(stack)
-
-
-def choices(stack: RunningStack, question: Question) -> list[tuple[int, list[int]]]:
-    reply = httpx.post(f"{stack.base_url}{question.path}", json=question.body, timeout=120)
-    assert reply.status_code == 200, reply.text
-    return [(choice["index"], choice["token_ids"]) for choice in reply.json()["choices"]]
 
 
 def test_a_reset_of_the_prefix_cache_is_refused_while_it_is_in_use_and_then_costs_nothing_wrong(pair: Pair) -> None:
