@@ -83,6 +83,7 @@ class FakePool:
                 while not self.notes.get(ticket):
                     self._posted.clear()
                     await self._posted.wait()
+                    self._check()
         except TimeoutError:
             return []
         self._taken.set()
@@ -123,6 +124,11 @@ class FakePool:
     async def close(self) -> None:
         """As the real one."""
         self.closed = True
+
+    def die(self) -> None:
+        """As a killed one does: calls under way fail, and all others after them."""
+        self.closed = True
+        self._posted.set()
 
     def _check(self) -> None:
         if self.closed:

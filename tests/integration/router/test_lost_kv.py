@@ -242,6 +242,27 @@ async def test_an_answer_that_is_not_proven_is_refused(start: Any, policy: str, 
 
 
 @pytest.mark.parametrize("policy", ["fail", "strict"])
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+@pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+async def test_where_the_pool_ends_before_the_proof_came_the_answer_is_refused(
+    start: Any, policy: str, at: str, body: Any
+) -> None:
+    stack: Stack = await start(policy)
+
+    async def answers_without_a_pool(exchange: Exchange) -> None:
+        stack.pool.die()
+        await exchange.engine.answer_well(exchange)
+
+    engine = stack.decode if at == "decode" else stack.prefills[0]
+    engine.script(answers_without_a_pool)
+    answer = await stack.ask(body)
+    assert answer.status == 503
+    assert "0 of 1 proofs" in answer.json["error"]["message"]
+    assert (await stack.ask(body)).status == 503
+    assert len(stack.decode.requests) == 1
+
+
+@pytest.mark.parametrize("policy", ["fail", "strict"])
 async def test_what_was_handed_over_passes(start: Any, policy: str) -> None:
     stack: Stack = await start(policy)
     stack.decode.script(proves(stack.pool), proves(stack.pool, times=3))
