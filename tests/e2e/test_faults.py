@@ -30,7 +30,9 @@ from asking import (
 from kvrelay.testing.stack import Counters
 
 if TYPE_CHECKING:
-    from asking import Question
+    from collections.abc import Callable
+
+    from asking import Answer, Question
 
     from kvrelay.client.blocking import PoolClient
     from kvrelay.testing.stack import RunningStack
@@ -75,6 +77,51 @@ def test_the_pool_killed_during_a_prefill_costs_a_recompute(stack: RunningStack,
 def policy(name: str) -> dict[str, str]:
     """A request's own wish."""
     return {"x-kvrelay-on-lost-kv": name}
+
+
+def assert_refused(answer: Answer, *, status: int = 503) -> None:
+    """A clear error, and nothing generated."""
+    assert answer.status == status, answer
+    assert json.loads(answer.error)["error"]["message"]
+    assert not answer.token_ids
+
+
+@pytest.mark.parametrize("name", ["fail", "strict"])
+def test_the_pool_killed_while_p_saves_refuses_what_must_not_be_computed_again(
+    stack: RunningStack, reference: RunningStack, name: str
+) -> None:
+    _, answer = ask_and_kill(stack, "pool", unsealed, 41, name, length=2000, headers=policy(name))
+    assert_refused(answer)
+    stack.revive(REVIVE_S)
+    handed_over_again(stack, reference, seed=42 + len(name))
+
+
+@pytest.mark.matrix
+def test_d_killed_while_it_loads_under_strict_is_a_clear_error_and_frees_everything(
+    stack: RunningStack, reference: RunningStack
+) -> None:
+    _, answer = ask_and_kill(stack, "D0", leased, 51, length=1900, headers=policy("strict"))
+    assert answer.status in (200, 502, 503), answer
+    assert json.loads(answer.error)["error"]["message"]
+    assert_nothing_held(stack)
+    stack.revive(REVIVE_S)
+    handed_over_again(stack, reference, seed=52)
+
+
+@pytest.mark.matrix
+def test_p_killed_while_it_saves_has_another_p_compute_it_under_reprefill(
+    start_stack: Callable[..., RunningStack], reference: RunningStack
+) -> None:
+    stack = start_stack("--prefill", "2", "--decode", "1")
+
+    def p0_saves(pool: PoolClient) -> bool:
+        return unsealed(pool) and Counters(stack.prefill_urls[0]).running > 0
+
+    question, answer = ask_and_kill(stack, "P0", p0_saves, 53, length=1900, headers=policy("reprefill"))
+    assert_same(answer, ask(reference, question), "P0 killed")
+    told = proof(stack, answer)
+    assert told["recomputed_tokens"] <= 1, told
+    assert_nothing_held(stack)
 
 
 def test_d_killed_while_it_loads_is_a_clear_error_and_frees_everything(

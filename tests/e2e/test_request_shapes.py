@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import httpx
@@ -26,6 +27,7 @@ from asking import (
     tokens,
 )
 
+from kvrelay.client.blocking import PoolClient
 from kvrelay.testing.adapter_models import build_tiny_lora
 from kvrelay.testing.stack import Counters
 
@@ -138,6 +140,28 @@ def test_a_reset_of_the_prefix_cache_is_refused_while_it_is_in_use_and_then_cost
     assert Counters(prefill).total("kvrelay:loaded_tokens_total") - before >= 399, (
         "P takes from the pool what it forgot"
     )
+    assert_nothing_held(stack)
+
+
+def test_a_reset_is_refused_while_d_follows_a_prefill_and_then_works(pair: Pair) -> None:
+    """D has blocks to load into, and follows what nobody computes yet."""
+    stack, reference = pair
+    (decode,) = stack.decode_urls
+    early, over = tokens(700, "reset-load"), "reset-load"
+    said = {"kvrelay": {"handover": over, "leg": "decode", "worker": "D0", "prefill": "P0", "overlapped": True}}
+    question = completion(stack.model_name, early)
+    with PoolClient.connect(stack.pool_address, name="test", map_arena=False) as pool, ThreadPoolExecutor(1) as threads:
+        pool.open_ticket(over, 60.0)
+        body = question.body | {"kv_transfer_params": said}
+        asked = threads.submit(httpx.post, f"{decode}/v1/completions", json=body, timeout=120)
+        eventually(lambda: pool.stat()["waiting"], bool, "D following what nobody computes", within_s=60)
+        assert reset(decode) is False
+        pool.seal_ticket(over)
+        reply = asked.result()
+        pool.end_ticket(over)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["token_ids"] == ask(reference, question).token_ids
+    eventually(lambda: reset(decode), bool, "a reset of D when it has loaded")
     assert_nothing_held(stack)
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from asking import (
-    Question,
     ask,
     ask_all,
+    assert_each_handed_over,
     assert_handed_over_whole,
     assert_nothing_held,
     assert_same,
@@ -151,18 +151,9 @@ def test_several_choices_and_prompt_batches_are_answered_as_by_one_vllm(
     several = completion(stack.model_name, tokens(140, "several-choices", 11), n=3, temperature=0.7, seed=3)
     batch = completion(stack.model_name, [1], max_tokens=6)
     batch.body["prompt"] = [tokens(length, "several-choices", length + 31) for length in (5, 70, 300)]
-    for question in (several, batch):
-        assert _choices(stack, question) == _choices(reference, question)
+    assert_each_handed_over(stack, reference, several, prompts=1)
+    assert_each_handed_over(stack, reference, batch, prompts=3)
     assert_nothing_held(stack)
-
-
-def _choices(stack: RunningStack, question: Question) -> list[tuple[int, list[int], str]]:
-    import httpx
-
-    reply = httpx.post(f"{stack.base_url}{question.path}", json=question.body, timeout=120)
-    assert reply.status_code == 200, reply.text
-    assert len(reply.json()["choices"]) == 3
-    return [(c["index"], c["token_ids"], c["finish_reason"]) for c in reply.json()["choices"]]
 
 
 def test_the_official_client_sees_a_plain_openai_server(stack: RunningStack) -> None:
