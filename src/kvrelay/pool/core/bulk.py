@@ -304,8 +304,8 @@ class Bulk:
             self._reading.count(told, told if segmented or told < len(found) // 4 else len(request.keys))
 
         if request.wait_s and self._seeking.lower is not None:
-            found, _ = self._sealed(conn, request.keys)
-            if missing := request.keys[len(found) // 4 :]:
+            sealed = self._catalog.prefix(conn.tenant, request.keys, State.SEALED, 1)
+            if missing := request.keys[len(sealed) // 4 :]:
                 self._seeking.ask(conn, missing, answer, now, wait_s=request.wait_s, bring=True)
                 return
         answer(0, now)
