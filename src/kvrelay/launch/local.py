@@ -47,8 +47,8 @@ class Stack:
     async def start_stage(self, stage: int, deadline: float) -> None:
         """Start the processes of one stage and wait until all are ready.
 
-        ``deadline``: on the clock of `time.monotonic`. Raises `DeadlineError` naming what is not ready, and
-        `ProcessDiedError` as soon as anything started so far ends.
+        ``deadline``: on the clock of `time.monotonic`. Raises `DeadlineError` naming what is not ready,
+        `ProcessDiedError` as soon as anything started so far ends, and `ConfigError` when others share a port.
         """
         specs = [spec for spec in self.plan.processes if spec.stage == stage]
         await self._start(specs)
@@ -107,7 +107,8 @@ class Stack:
 
     async def _wait_ready(self, specs: Iterable[ProcessSpec], deadline: float) -> None:
         waiting: dict[asyncio.Task[None], ProcessSpec] = {
-            asyncio.create_task(until_ready(spec.readiness), name=spec.name): spec for spec in specs
+            asyncio.create_task(until_ready(spec.readiness, self._leader_of(spec)), name=spec.name): spec
+            for spec in specs
         }
         death = asyncio.create_task(
             _first_to_end(child for child in self._children.values() if child not in self._mourned)
@@ -122,6 +123,7 @@ class Stack:
                     raise self._died(death.result())
                 for ready in [task for task in waiting if task in done]:
                     spec = waiting.pop(ready)
+                    ready.result()
                     self._say(f"{spec.name} ready" + (f" at {spec.url}" if spec.url else ""))
                 if waiting and time.monotonic() >= deadline:
                     raise self._late([spec.name for spec in waiting.values()])
@@ -133,6 +135,11 @@ class Stack:
                 pending.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
         self._save_state()
+
+    def _leader_of(self, spec: ProcessSpec) -> Callable[[], int | None]:
+        """Tells the process id of its child, which begins a session; None until it is known."""
+        child = self._children[spec.name]
+        return lambda: child.pid
 
     def _mourn(self, child: Child) -> None:
         """Report how a process ended and its last lines of output."""

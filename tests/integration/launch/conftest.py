@@ -88,8 +88,9 @@ def start_up(tmp_path: Path) -> Iterator[Callable[..., FakeUp]]:
     """Start a run of fakes; whatever is left of it at the end of the test is killed."""
     runs: list[FakeUp] = []
 
-    def start(*specs: str, **options: Any) -> FakeUp:
-        runs.append(FakeUp(tmp_path, *specs, **options))
+    def start(*specs: str, run_dir: Path = tmp_path, **options: Any) -> FakeUp:
+        run_dir.mkdir(exist_ok=True)
+        runs.append(FakeUp(run_dir, *specs, **options))
         return runs[-1]
 
     yield start

@@ -1,6 +1,6 @@
 """A process for the launcher to run: serves, dies, hangs, or is stubborn, as its arguments say.
 
-fake_process.py serve PORT [--children FILE] [--ignore-term] | die STATUS | hang | print-and-die LINES
+fake_process.py serve PORT [--children FILE] [--ignore-term] [--shared] | die STATUS | hang | print-and-die LINES
 """
 
 # ruff: noqa: T201 - a program that talks by printing
@@ -62,6 +62,7 @@ def main(mode: str, *args: str) -> None:
     if mode == "hang":
         print("still thinking", flush=True)
         time.sleep(600)
+    http.server.HTTPServer.allow_reuse_port = "--shared" in args
     http.server.HTTPServer(("127.0.0.1", int(args[0])), Answer).serve_forever()
 
 

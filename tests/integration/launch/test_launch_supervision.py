@@ -108,6 +108,41 @@ def test_a_child_that_never_gets_ready_ends_the_start_at_the_deadline(start_up: 
     assert "--ready-timeout" in up.messages[-1]
 
 
+def test_an_answer_of_another_stack_on_the_same_port_does_not_make_a_child_ready(
+    start_up: Start, ports: Ports, tmp_path: Path
+) -> None:
+    (port,) = ports(1)
+    start_up(serve("router", "router", 2, port)).wait_ready()
+    second = start_up(f"router:router:2:{port}:5:hang", ready_timeout=2, run_dir=tmp_path / "second")
+    assert second.wait() == 1
+    assert not second.ready.is_set()
+    assert not second.said("router ready")
+    assert "router is not ready after" in second.messages[-1]
+
+
+def test_a_child_whose_port_is_taken_ends_the_start_with_its_own_error(
+    start_up: Start, ports: Ports, tmp_path: Path
+) -> None:
+    (port,) = ports(1)
+    start_up(serve("router", "router", 2, port)).wait_ready()
+    second = start_up(serve("router", "router", 2, port), run_dir=tmp_path / "second")
+    assert second.wait() == 1
+    assert not second.said("router ready")
+    assert second.said("OSError: [Errno 98] Address already in use")
+    assert second.messages[-1] == "error: router ended with status 1 before all was ready"
+
+
+def test_a_child_that_shares_its_port_with_another_program_ends_the_start(
+    start_up: Start, ports: Ports, tmp_path: Path
+) -> None:
+    (port,) = ports(1)
+    start_up(serve("D0", "decode", 1, port, "--shared")).wait_ready()
+    second = start_up(serve("D0", "decode", 1, port, "--shared"), run_dir=tmp_path / "second")
+    assert second.wait() == 1
+    assert not second.said("D0 ready")
+    assert second.messages[-1].startswith(f"error: another program, too, listens on port {port}")
+
+
 def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(start_up: Start, ports: Ports) -> None:
     (port,) = ports(1)
     up = start_up(serve("D0", "decode", 1, port, "--ignore-term", grace=0.5))
