@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import vllm.version
 
 from kvrelay.client.token import read_token
 from kvrelay.connector import compat
@@ -110,7 +109,7 @@ def read_engine(vllm_config: VllmConfig, cache: KVCacheConfig) -> Engine:
             "requests; set it to 'recompute' (or allow_load_failures to true)"
         )
     try:
-        compat.check_version(vllm.version.__version__, allow_untested=config.allow_untested_vllm)
+        compat.check_version(compat.version(), allow_untested=config.allow_untested_vllm)
     except ConfigError as error:
         problems += error.problems
     problems += refusals(vllm_config, cache, allow_untested_device=config.allow_untested_device)

@@ -47,6 +47,13 @@ def check_version(version: str, *, allow_untested: bool) -> None:
     log.warning("kvrelay: %s: the connector may misbehave", text)
 
 
+def version() -> str:
+    """Of the vLLM that runs."""
+    import vllm.version
+
+    return str(vllm.version.__version__)
+
+
 def make_known(name: str, module: str) -> None:
     """Enter a connector in vLLM's registry, where its MultiConnector looks for the statistics of its parts."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
