@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import socket
+import struct
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 TIMEOUT_S = 10.0
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
+"""Of Linux' socket filters: an instruction that returns how many bytes of a packet to take."""
 
 
 class Answer(Struct, frozen=True):
@@ -41,8 +47,6 @@ class RawClient:
         """Connect. ``receive_buffer``: bytes the kernel takes for a client that does not read."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=receive_buffer or 1 << 20)
         if receive_buffer is not None:
-            import socket
-
             sock = writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         return cls(reader, writer)
@@ -54,6 +58,12 @@ class RawClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+    def vanish(self) -> None:
+        """As if its cable was pulled: its kernel takes nothing that comes, and says nothing to it."""
+        drop_all = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 0))
+        program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def send(self, data: bytes) -> None:
         """These bytes, as they are."""

@@ -255,6 +255,24 @@ async def test_a_client_that_never_takes_its_answer_is_dropped(engine: Any, rout
         await decode.left_by(1)
 
 
+async def test_a_client_that_vanishes_while_its_answer_is_on_its_way_is_noticed(engine: Any, router: Any) -> None:
+    """1. A stream has begun. 2. The client's machine loses its network: no FIN, no reset. 3. The engine says more.
+    4. Nobody acknowledges it: the engine is let go of, long before the limit for a client that takes nothing.
+    """
+    prefill, decode = await engine(), await engine()
+    gate = asyncio.Semaphore(0)
+    decode.script(stream([b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n"], gate=gate))
+    service = await router([prefill], [decode], limits=Limits(gone_s=0.5, stall_s=600))
+    async with await RawClient.open(service.port) as client:
+        client.post("/v1/completions", BODY)
+        gate.release()
+        await client.head()
+        assert await client.chunk() == b"data: 1\n\n"
+        client.vanish()
+        gate.release()
+        await decode.left_by(1)
+
+
 async def test_administration_of_engines_is_out_of_reach(pair: Pair) -> None:
     prefill, decode, port = pair
     for path in ("/sleep", "/reset_prefix_cache", "/collective_rpc", "/pause"):

@@ -20,7 +20,7 @@ from kvrelay.router.core.framing import is_mostly_wrapping, request_problem
 from kvrelay.router.http.deadline import Deadline
 from kvrelay.router.http.messages import Headers, Request, first_by_name, render
 from kvrelay.router.http.reply import Reply
-from kvrelay.router.http.watch import keep_watch
+from kvrelay.router.http.watch import GONE_S, LOOK_S, Watch, keep_alive, sent_by
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -48,8 +48,10 @@ class Limits(Struct, frozen=True):
     """Between requests."""
     receive_s: float = 30.0
     """For a head once begun, and between pieces of a body."""
+    gone_s: float = GONE_S
+    """For a client that does not answer at all to what is sent to it."""
     stall_s: float = 120.0
-    """For a client that takes nothing of its answer."""
+    """For a client that is there and takes nothing of its answer."""
     linger_s: float = 2.0
     """For a refused client to stop sending and read why."""
 
@@ -97,6 +99,8 @@ class Connection(asyncio.Protocol):
         self._deaf = False
         """Nothing more is understood on this connection: what comes is thrown away."""
         self._writable = True
+        self._watch = Watch(loop.time())
+        self._look_s = min(LOOK_S, limits.gone_s / 2, limits.stall_s / 2)
         self.draining = False
 
     # --- asyncio.Protocol ---
@@ -105,7 +109,7 @@ class Connection(asyncio.Protocol):
         """A client is there."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
-        keep_watch(self._transport)
+        keep_alive(self._transport)
         self._registry.add(self)
         self._deadline.set(self._limits.idle_s)
 
@@ -148,18 +152,14 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client is slower than its answer."""
         self._writable = False
-        self._deadline.set(self._limits.stall_s)
         if self._active is not None:
             self._active.pause()
 
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._writable = True
-        if self._active is None:
-            self._deadline.set(self._limits.idle_s)
-            return
-        self._deadline.clear()
-        self._active.resume()
+        if self._active is not None:
+            self._active.resume()
 
     # --- httptools ---
 
@@ -312,7 +312,7 @@ class Connection(asyncio.Protocol):
             self._say_refusal(item)
             return
         self._waiting_bytes -= len(item.body)
-        self._deadline.clear()
+        self._deadline.set(self._look_s)
         last = self._deaf and not self._waiting
         self._active = reply = Reply(self._transport, item, close=last or self.draining, writable=self._writable)
         self._task = self._loop.create_task(self._answer(item, reply))
@@ -339,7 +339,7 @@ class Connection(asyncio.Protocol):
             return
         if reply.close or ((self._deaf or self.draining) and not self._waiting):
             self._transport.close()  # what is written still goes out
-            self._deadline.set(self._limits.stall_s)
+            self._deadline.set(self._look_s)
         elif self._waiting:
             self._advance()
         else:
@@ -381,13 +381,25 @@ class Connection(asyncio.Protocol):
         self._deadline.set(self._limits.linger_s)
 
     def _expire(self) -> None:
-        if self._active is None and (self._in_head or self._in_body) and not self._deaf:
-            self._refuse(
-                Refusal(408, "request_timeout", f"The request did not come within {self._limits.receive_s:g} s")
-            )
+        transport, limits, watch = self._transport, self._limits, self._watch
+        if transport is None:
+            return
+        if (sent := sent_by(transport.get_extra_info("socket"))) is not None:
+            watch.look(sent, self._loop.time())
+        answering = self._active is not None or transport.is_closing()
+        if watch.silent_s >= limits.gone_s or watch.stuck_s >= limits.stall_s:
+            transport.abort()
+        elif answering:
+            self._deadline.set(self._look_s)
+        elif self._deaf:
+            transport.abort()
+        elif self._in_head or self._in_body:
+            self._refuse(Refusal(408, "request_timeout", f"The request did not come within {limits.receive_s:g} s"))
             self._advance()
-        elif self._transport is not None:
-            self._transport.abort()
+        elif watch.pending:  # it is still reading its last answer
+            self._deadline.set(self._look_s)
+        else:
+            transport.abort()
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -17,7 +17,7 @@ from kvrelay.router.engine_tls import why_not
 from kvrelay.router.errors import EngineError, EngineLostError, EngineUnreachableError
 from kvrelay.router.http.call import Call
 from kvrelay.router.http.deadline import Deadline
-from kvrelay.router.http.watch import keep_watch
+from kvrelay.router.http.watch import GONE_S, LOOK_S, Watch, keep_alive, sent_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,6 +67,8 @@ class _Connection(asyncio.Protocol):
         self._begun_at = 0.0
         self.deadline = Deadline(loop, self._expire)
         """Of the current call."""
+        self._watch = Watch(loop.time())
+        self._next_look = Deadline(loop, self._look)
         self._reused = False
 
     @property
@@ -78,6 +80,7 @@ class _Connection(asyncio.Protocol):
         self._begun_at = self._loop.time()
         self._call = call = Call(self, self._loop)
         self._answered = self._complete = False
+        self._next_look.set(LOOK_S)
         if len(payload) == 1:
             self._transport.write(payload[0])
         else:
@@ -100,7 +103,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        keep_watch(transport)
+        keep_alive(transport)
         self._client.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -133,6 +136,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.forget(self)
         self.deadline.close()
+        self._next_look.close()
         if self._call is None:
             return
         if self._in_body and not self._framed and exc is None and self._client.cuts_show:
@@ -202,6 +206,17 @@ class _Connection(asyncio.Protocol):
     def _expire(self) -> None:
         if self._call is not None:
             self._call.expire()
+
+    def _look(self) -> None:
+        """Whether the engine's machine is still there, while it has not acknowledged all of the request."""
+        if self._call is None or self._transport is None:
+            return
+        if (sent := sent_by(self._transport.get_extra_info("socket"))) is not None:
+            self._watch.look(sent, self._loop.time())
+        if self._watch.silent_s >= GONE_S:
+            self._lost(EngineLostError(f"the engine's machine has not answered for {GONE_S:g} s"))
+        elif self._watch.pending:
+            self._next_look.set(LOOK_S)
 
     def _finish(self, *, reusable: bool) -> None:
         call, self._call = self._call, None
