@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvrelay.router.colleagues import Colleagues
+    from kvrelay.router.saved_state import SavedState
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ class Concert:
         stand: Callable[[int], Standing],
         adopt: Callable[[Standing], None],
         duties: Callable[[], dict[str, Duty]],
+        saved: SavedState | None = None,
     ) -> None:
-        """``colleagues``: None for a router of one process.
+        """``colleagues``: None for a router of one process; ``saved``: what is kept should all workers end.
 
         ``stand``: how this worker stands, under a version; ``adopt``: go over to how another one does; ``duties``: what
         this worker knows of its engines, by their names.
@@ -49,6 +51,7 @@ class Concert:
         self._stand = stand
         self._adopt = adopt
         self._duties = duties
+        self._saved = saved
         self._version = 0
         """Of the last change; 0: the first worker has not begun."""
         self._behind: tuple[int, ...] = ()
@@ -60,10 +63,12 @@ class Concert:
         return self._colleagues is None or self._colleagues.number == 0
 
     async def begin(self) -> None:
-        """Go over to how the others stand, if any are there yet."""
+        """Go over to how the others stand, if any are there yet, or stood when the last of them ended."""
         if self._colleagues is None:
             return
         said = [_STANDING(answer) for answer in await self._colleagues.ask_standing() if answer]
+        if self._saved is not None and (saved := self._saved.load()):
+            said.append(_STANDING(saved))
         if not said:
             self.changed()  # so that whoever comes later has how we stand, whatever the configuration file says then
             return
@@ -71,13 +76,19 @@ class Concert:
             self._take(max(said, key=lambda standing: standing.version))
         except KvRelayError as error:
             logger.error("this worker cannot make the changes since the start: %s", error)  # noqa: TRY400
+        self._tell_others()  # whoever sat here before may have ended before all had heard
 
     def changed(self) -> None:
         """Something is other than it was: tell the others, in the background."""
         if self._colleagues is None or not self.leads:
             return
         self._version = time.monotonic_ns()
-        if self._chasing is None or self._chasing.done():
+        if self._saved is not None:
+            self._saved.save(self.standing())
+        self._tell_others()
+
+    def _tell_others(self) -> None:
+        if self.leads and self._version and (self._chasing is None or self._chasing.done()):
             self._chasing = asyncio.create_task(self._chase())
 
     async def settled(self) -> None:

@@ -97,7 +97,8 @@ class RouterService:
         hands_over = PROFILES[config.connector].hands_over
         roster = Roster(engines.all, settings, prefills=hands_over, listens=self.kv is not None)
         colleagues = None if seat is None else Colleagues(seat.party, seat.number, seat.count)
-        self.concert = Concert(colleagues, self._stand, self._adopt, self._duties)
+        saved = None if seat is None else seat.saved
+        self.concert = Concert(colleagues, self._stand, self._adopt, self._duties, saved)
         self.fleet = FleetKeeper(roster, engines, self._fleet_changed, self.concert.left)
         self._engine_names = {engine.name for engine in engines.all}
         self._desk = None

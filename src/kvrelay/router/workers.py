@@ -19,6 +19,7 @@ from kvrelay.errors import ConfigError, KvRelayError
 from kvrelay.launch.kernel import stop_with_parent
 from kvrelay.router.colleagues import Party
 from kvrelay.router.core.supervision import Supervision
+from kvrelay.router.saved_state import SavedState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,12 +39,15 @@ _UNUSABLE, _FAILED = 2, 1
 class Seat:
     """What a worker is given: its number, its sockets, how it finds the others."""
 
-    def __init__(self, number: int, count: int, sockets: list[socket.socket], party: Party, told: int) -> None:
-        """``told``: the descriptor on which the parent learns that it serves."""
+    def __init__(
+        self, number: int, count: int, sockets: list[socket.socket], party: Party, saved: SavedState, told: int
+    ) -> None:
+        """``saved``: what the workers before may have left; ``told``: where the parent learns that it serves."""
         self.number = number
         self.count = count
         self.sockets = sockets
         self.party = party
+        self.saved = saved
         self._told = told
 
     def ready(self) -> None:
@@ -67,6 +71,7 @@ class Workers:
         self._supervision = Supervision(count, time.monotonic())
         self._work = work
         self._party = Party.new()
+        self._saved = SavedState.new()
         self._pipes: dict[int, tuple[Slot, int]] = {}
         """Where each worker, by its process id, tells that it serves."""
         self._owed: set[int] = set()
@@ -112,6 +117,7 @@ class Workers:
             for descriptor in (woken, wake, *self._pipes):
                 os.close(descriptor)
             self._close_sockets()
+            self._saved.close()
         if self._supervision.failed and not self._supervision.stopping:
             kind = ConfigError if self._status == _UNUSABLE else KvRelayError
             raise kind(f"a worker could not begin (exit status {self._status}): it says above why")
@@ -138,8 +144,8 @@ class Workers:
                     if place != slot.number:
                         for sock in sockets:
                             sock.close()
-                count = len(self._sockets)
-                status = self._work(Seat(slot.number, count, self._sockets[slot.number], self._party, told))
+                count, sockets = len(self._sockets), self._sockets[slot.number]
+                status = self._work(Seat(slot.number, count, sockets, self._party, self._saved, told))
             except BaseException:
                 logging.getLogger(__name__).exception("worker %d fails", slot.number)
             finally:

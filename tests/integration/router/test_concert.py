@@ -17,6 +17,7 @@ from kvrelay.router.colleagues import Party
 from kvrelay.router.config import RouterSettings, check_settings
 from kvrelay.router.core.fleet import Role, parse_address
 from kvrelay.router.core.resilience import Resilience
+from kvrelay.router.saved_state import SavedState
 from kvrelay.router.service import RouterService
 from kvrelay.router.workers import Seat, _listen
 from kvrelay.testing.fake_engine import DONE, stream
@@ -40,7 +41,7 @@ async def engines(engine: Any) -> list[FakeEngine]:
 async def worker(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Start the router's worker of a number, of two, in front of the first two engines, or with other ``decodes``."""
     monkeypatch.setattr(concert, "AGAIN_S", 0.01)
-    party, told = Party.new(), os.open(os.devnull, os.O_WRONLY)
+    party, saved, told = Party.new(), SavedState.new(), os.open(os.devnull, os.O_WRONLY)
     started: list[RouterService] = []
 
     async def start(number: int, *decodes: FakeEngine) -> RouterService:
@@ -49,7 +50,7 @@ async def worker(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> 
             prefill=[engines[0].url], decode=decode, port=0, drain_timeout_s=0.2,
             resilience=Resilience(probe_interval_s=0.0), workers=2,
         )  # fmt: skip
-        seat = Seat(number, 2, _listen("127.0.0.1", 0), party, told)
+        seat = Seat(number, 2, _listen("127.0.0.1", 0), party, saved, told)
         service = RouterService(await asyncio.to_thread(check_settings, settings), None, seat=seat)
         await service.start()
         started.append(service)
@@ -60,6 +61,7 @@ async def worker(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> 
         with suppress(Exception):
             await service.stop()
     os.close(told)
+    saved.close()
 
 
 def told_of(service: RouterService) -> dict[str, tuple[str, str, str]]:
@@ -170,6 +172,34 @@ async def test_who_comes_later_with_another_configuration_stands_as_the_others_d
     await first.concert.settled()
     assert told_of(second) == told_of(first)
     assert set(told_of(second)) == {"P0", "D1", "D2"}
+
+
+async def test_who_comes_once_all_are_gone_stands_as_they_did(engines: list[FakeEngine], worker: Start) -> None:
+    first, second = await worker(0), await worker(1)
+    first.fleet.add(Role.DECODE, parse_address(engines[2].url))
+    first.fleet.drain("D0")
+    await first.concert.settled()
+    stood = told_of(first)
+    await first.stop()
+    await second.stop()
+    second, first = await worker(1), await worker(0)
+    assert told_of(second) == told_of(first) == stood
+    first.fleet.add(Role.DECODE, parse_address(engines[3].url))
+    await first.concert.settled()
+    assert set(told_of(second)) == {"P0", "D0", "D1", "D2"}
+
+
+async def test_what_the_first_worker_had_told_nobody_before_it_ended_is_told_by_its_successor(
+    engines: list[FakeEngine], worker: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await worker(0), await worker(1)
+    await first.concert.settled()
+    with monkeypatch.context() as deaf:
+        deaf.setattr(second.concert, "told", lambda _: b"not heard")
+        first.fleet.add(Role.DECODE, parse_address(engines[2].url))
+        await first.stop()
+    await worker(0)
+    await until(lambda: "D1" in told_of(second))
 
 
 async def test_a_worker_that_does_not_hear_is_named_and_told_again(

@@ -268,3 +268,19 @@ def test_with_several_workers_every_one_of_them_goes_over_and_so_does_who_takes_
         stack.until(lambda: everywhere() == {("P0", "D2")})
         stack.router.send_signal(signal.SIGTERM)
         assert stack.router.wait(WAIT_S) == 0
+
+
+def test_what_was_changed_outlives_the_end_of_all_workers(processes: Processes, tmp_path: Path) -> None:
+    stack = Stack(processes, tmp_path, "--workers", "2")
+    with stack.client:
+        for change in (("add", "decode", stack.engines[2]), ("drain", "D0")):
+            changed = stack.run("engines", *change)
+            assert changed.returncode == 0 or "not yet by all workers" in changed.stderr, changed.stderr
+        before = children(stack.router)
+        for victim in before:
+            os.kill(victim, signal.SIGKILL)
+        stack.until(lambda: len(children(stack.router) - before) == 2)
+        views = stack.client.get("/engines").json()["engines"]
+        assert {view["name"]: view["state"] for view in views} == {"P0": "serving", "D0": "draining", "D1": "serving"}
+        for _ in range(6):
+            assert stack.ask().headers["x-kvrelay-decode"] == "D1"
