@@ -76,17 +76,16 @@ class BesideTable(Table):
         with legs.decode.decoding(DECODES, legs.model):
             for round_, counts in self.settings.rounds():
                 prompts = [prompt_of(length, "beside", legs.contestant.name, round_, at) for at in range(WINDOW)]
-                # P computes in both kinds of window: what differs is where D finds the prompt.
-                others = [prompt_of(length, "others", legs.contestant.name, round_, at) for at in range(WINDOW)]
                 before = legs.decode.external_tokens()
                 with Rate(legs.decode) as taking:
                     for prompt in prompts:
                         legs.hand_over(prompt)
                 legs.prove_taken(before, WINDOW * legs.handed_over(length))
+                # P computes in both kinds of window: what differs is where D finds the prompt.
                 with Rate(legs.decode) as hitting:
-                    for prompt, other in zip(prompts, others, strict=True):
-                        legs.prefill.complete(other, legs.contestant.prefill_params())
-                        legs.decode.stream(prompt)
+                    for at, prompt in enumerate(prompts):
+                        with legs.other_prefilled(prompt, "beside", legs.contestant.name, round_, at):
+                            legs.decode.stream(prompt)
                 if counts:
                     handed.append(taking.value)
                     local.append(hitting.value)

@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvrelay.profiles.base import DecodeLeg
+from handoff_bench.desk import Handover
 from kvrelay.profiles.registry import PROFILES
-from kvrelay.router.core.legs import ClientBody, Endpoint
-from kvrelay.types import OnLostKv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvrelay.profiles.base import Profile
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,22 @@ class Contestant:
         """Whether it hands over through our pool."""
         return self.connector == "kvrelay"
 
-    def prefill_params(self) -> dict[str, Any] | None:
-        """What the prefill leg is given."""
-        if self.pooled:
-            return None  # content-addressed: a leg without a hand-over is saved and loaded all the same
-        return _object(PROFILES[self.connector].prefill_params("bench", "P0", ClientBody(Endpoint.COMPLETIONS, {})))
+    @property
+    def profile(self) -> Profile:
+        """How its legs are called."""
+        return PROFILES[self.connector]
 
-    def decode_params(self, answer: bytes) -> dict[str, Any] | None:
-        """What the decode leg is given, from the prefill leg's answer."""
+    def prefill_params(self) -> dict[str, Any] | None:
+        """What a prefill leg is given that hands nothing over."""
         if self.pooled:
-            return None
-        profile = PROFILES[self.connector]
-        leg = DecodeLeg(handover="bench", worker="D0", prefill="P0", policy=OnLostKv.RECOMPUTE)
-        return _object(profile.decode_params(leg, profile.carry(answer)))
+            return None  # content-addressed: what it computes is saved all the same
+        return Handover("bench", self.profile, None).prefill_params()
 
     def toml(self, pool: str) -> str:
         """The file with its options; ``pool``: the pool's address over TCP."""
         options = {**self.options, **({"pool": pool} if self.over_tcp else {})}
         lines = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
         return "\n".join(["[connector_options]", *lines, ""])
-
-
-def _object(raw: bytes | None) -> dict[str, Any] | None:
-    return json.loads(raw) if raw else None
 
 
 CONTESTANTS = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from handoff_bench.asking import Engine, prompt_of
+from handoff_bench.desk import Desk
 from handoff_bench.legs import Legs
 from kvrelay.launch.host import free_ports
 from kvrelay.testing.stack import RunningStack
@@ -47,6 +48,7 @@ class Pair:
     def __init__(self, contestant: Contestant, stack: RunningStack) -> None:
         self.contestant = contestant
         self._stack = stack
+        self._desk: Desk | None = None
 
     def __enter__(self) -> Self:
         """Nothing more to do."""
@@ -54,6 +56,8 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         """Stop it."""
+        if self._desk is not None:
+            self._desk.close()
         with contextlib.suppress(OSError, KeyError):  # it may not have come so far
             self._signal(signal.SIGCONT)
         self._stack.stop()
@@ -61,14 +65,17 @@ class Pair:
     def legs(self, plain: RunningStack, beside_p: RunningStack | None) -> Legs:
         """Wait until it serves; then its engines. ``beside_p``: the plain one on P's core, if there is one."""
         self._stack.wait_ready(START_S)
+        pool = self._stack.pool_address if self.contestant.pooled else ""
+        self._desk = Desk(self.contestant.profile, pool)
         return Legs(
             self.contestant,
             Engine(self._stack.prefill_urls[0], self._stack.model_name),
             Engine(self._stack.decode_urls[0], self._stack.model_name),
             Engine(plain.decode_urls[0], plain.model_name),
+            self._desk,
             self._stack.model_name,
             Engine(beside_p.decode_urls[0], beside_p.model_name) if beside_p is not None else None,
-            self._stack.pool_address if self.contestant.pooled else "",
+            pool,
         )
 
     def rest(self) -> None:

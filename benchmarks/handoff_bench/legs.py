@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from handoff_bench.asking import Engine
     from handoff_bench.contestants import Contestant
+    from handoff_bench.desk import Desk
 
 CHECKED = 8
 """Tokens of an answer that are compared with the plain engine's."""
@@ -63,6 +65,7 @@ class Legs:
     prefill: Engine
     decode: Engine
     plain: Engine
+    desk: Desk
     model: str
     beside_p: Engine | None = None
     """A plain one on P's core."""
@@ -70,9 +73,16 @@ class Legs:
     """The address of our pool, if it is one that is measured."""
 
     def hand_over(self, prompt: list[int], *, tokens: int = 1) -> tuple[float, list[int]]:
-        """Prefill on P, then the decode leg: its seconds until the first token, and its tokens."""
-        answer = self.prefill.complete(prompt, self.contestant.prefill_params())
-        return self.decode.stream(prompt, self.contestant.decode_params(answer), tokens=tokens)
+        """Prefill on P, then the decode leg: its seconds until the first token, and its tokens.
+
+        Raises:
+            KvRelayError: D's proof, where it leaves one, shows that it did not take the prompt.
+        """
+        with self.desk.handover() as handover:
+            answer = self.prefill.complete(prompt, handover.prefill_params())
+            answered = self.decode.stream(prompt, handover.decode_params(answer), tokens=tokens)
+            handover.prove(len(prompt) - 1)
+        return answered
 
     def check(self, length: int, what: str) -> None:
         """Prove that a hand-over of this length gives the right answer without computing the prompt again.
@@ -95,9 +105,12 @@ class Legs:
         """How many tokens of a prompt D does not compute, if all is well."""
         return length - 1 - self.contestant.longer_by
 
-    def prefill_other(self, prompt: list[int], *seed: object) -> None:
-        """Have P compute another prompt as long, so that what follows finds the machine as it is after a hand-over."""
-        self.prefill.complete(prompt_of(len(prompt), "other", *seed), self.contestant.prefill_params())
+    @contextmanager
+    def other_prefilled(self, prompt: list[int], *seed: object) -> Iterator[None]:
+        """Inside, P has computed another prompt as long: the machine is as it is after the prefill of a hand-over."""
+        with self.desk.handover() as handover:
+            self.prefill.complete(prompt_of(len(prompt), "other", *seed), handover.prefill_params())
+            yield
 
     def prove_taken(self, before: float, tokens: int) -> None:
         """Raise `KvRelayError` unless D took ``tokens`` from its connector since its counter was ``before``."""

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from handoff_bench.asking import prompt_of
+from handoff_bench.desk import WITHIN_S
 from handoff_bench.legs import Table
 from kvrelay.bench.report import median, spread
 from kvrelay.bench.section import Goal
 from kvrelay.client.blocking import PoolClient
 from kvrelay.errors import DeadlineError
 from kvrelay.identity.core.chunks import ChunkChain, chain_seed
-from kvrelay.profiles.base import DecodeLeg
-from kvrelay.profiles.registry import PROFILES
-from kvrelay.router.core.legs import ClientBody, Endpoint
-from kvrelay.types import OnLostKv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +26,6 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 64
 """The connector's default."""
-WITHIN_S = 60.0
 LOOK_S = 0.005
 STEPS = 64
 """Tokens one of D's steps is the mean of."""
@@ -104,53 +98,43 @@ class OverlappedTable(Table):
     def _measure(self, legs: Legs, length: int) -> tuple[list[float], list[float]]:
         exposed: list[float] = []
         local: list[float] = []
-        desk = PoolClient.connect(legs.pool, name="desk", map_arena=False)
         witness = Witness(legs.pool)
         try:
             for round_, counts in self.settings.rounds():
                 prompt = prompt_of(length, "overlapped", legs.contestant.name, length, round_)
                 before = legs.decode.external_tokens()
-                one = _hand_over(legs, desk, witness, prompt, f"overlapped-{length}-{round_}")
+                one = _hand_over(legs, witness, prompt)
                 legs.prove_taken(before, legs.handed_over(length))
-                legs.prefill_other(prompt, "overlapped", round_)
-                other = legs.decode.stream(prompt)[0]
+                with legs.other_prefilled(prompt, "overlapped", round_):
+                    other = legs.decode.stream(prompt)[0]
                 if counts:
                     exposed.append(one)
                     local.append(other)
         finally:
             witness.close()
-            desk.close()
         return exposed, local
 
 
-def _hand_over(legs: Legs, desk: PoolClient, witness: Witness, prompt: list[int], ticket: str) -> float:
+def _hand_over(legs: Legs, witness: Witness, prompt: list[int]) -> float:
     """Both legs at once. Seconds from the sealing of the last layer to D's first token."""
     sealed: list[float] = []
-    desk.open_ticket(ticket, WITHIN_S)
-    prefill, decode = _params(ticket)
+    with legs.desk.handover() as handover:
 
-    def prefill_leg() -> None:
-        legs.prefill.complete(prompt, prefill)
-        desk.seal_ticket(ticket)
+        def prefill_leg() -> None:
+            legs.prefill.complete(prompt, handover.prefill_params())
+            handover.seal()
 
-    threads = [
-        threading.Thread(target=prefill_leg, daemon=True),
-        threading.Thread(target=lambda: sealed.append(witness.sealed_at(prompt)), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    began = time.perf_counter()
-    seconds, _ = legs.decode.stream(prompt, decode)
-    for thread in threads:
-        thread.join(WITHIN_S)
-    desk.end_ticket(ticket)
+        threads = [
+            threading.Thread(target=prefill_leg, daemon=True),
+            threading.Thread(target=lambda: sealed.append(witness.sealed_at(prompt)), daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        began = time.perf_counter()
+        seconds, _ = legs.decode.stream(prompt, handover.decode_params(overlapped=True))
+        for thread in threads:
+            thread.join(WITHIN_S)
+        handover.prove(len(prompt) - 1)
     if not sealed:
         raise DeadlineError("the witness has not seen the prompt's last chunk")
     return began + seconds - sealed[0]
-
-
-def _params(ticket: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    profile = PROFILES["kvrelay"]
-    leg = DecodeLeg(handover=ticket, worker="D0", prefill="P0", policy=OnLostKv.RECOMPUTE, overlapped=True)
-    prefill = profile.prefill_params(ticket, "P0", ClientBody(Endpoint.COMPLETIONS, {}))
-    return msgspec.json.decode(prefill or b"{}"), msgspec.json.decode(profile.decode_params(leg, None) or b"{}")

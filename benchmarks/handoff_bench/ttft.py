@@ -58,11 +58,11 @@ def measure(legs: Legs, length: int, decodes: int, settings: Settings) -> Times:
             taken.handed.append(legs.hand_over(prompt)[0])
             if legs.contestant.caches and not decodes:  # D has lost its core to the plain engine before either
                 legs.plain.stream(known)
-            legs.prefill_other(prompt, legs.contestant.name, decodes, round_)
-            if legs.contestant.caches:
-                taken.local.append(legs.decode.stream(prompt)[0])
-            if not decodes:  # nobody decodes there
-                taken.plain.append(legs.plain.stream(known)[0])
+            with legs.other_prefilled(prompt, legs.contestant.name, decodes, round_):
+                if legs.contestant.caches:
+                    taken.local.append(legs.decode.stream(prompt)[0])
+                if not decodes:  # nobody decodes there
+                    taken.plain.append(legs.plain.stream(known)[0])
     legs.prove_taken(before, done * legs.handed_over(length))
     return times
 
