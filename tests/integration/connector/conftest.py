@@ -175,6 +175,14 @@ class Rank:
         """What the blocks hold of tokens ``[start, count)``, a layer each: ``[head][K, V][token][dim]``."""
         return [layer.read(Run(blocks, 0, count))[:, :, start:] for layer in self.layers]
 
+    def until_holds(self, layer: int, blocks: Sequence[int], wanted: Any) -> None:
+        """Wait until the first tokens' ``layer`` in the blocks is ``wanted``, ``[head][K, V][token][dim]``."""
+        run = Run(blocks, 0, wanted.shape[2])
+        deadline = time.monotonic() + WAIT_S
+        while not np.array_equal(self.layers[layer].read(run), wanted):
+            assert time.monotonic() < deadline, f"layer {layer} has not arrived"
+            time.sleep(0.001)
+
     def results(self, done: Callable[[Results], bool]) -> Results:
         """Step until the reports, added up, satisfy ``done``."""
         total = self.side.take_results()

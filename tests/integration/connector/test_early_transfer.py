@@ -62,12 +62,19 @@ def same(d: Any, p: Any, count: int) -> bool:
 def test_a_prompt_is_followed_step_by_step_while_it_is_computed(
     pool: PoolThread, router: PoolClient, make_rank: Make, make_chunks: Make
 ) -> None:
-    """1. D claims and waits. 2. P computes two chunks a step. 3. D has each step's when the last layer is written."""
+    """1. D claims and waits. 2. P computes two chunks a step. 3. D has each layer before the next is computed.
+
+    So has it each step's tokens before the next step begins, and all of them with the last layer of the last step.
+    """
     chunks = make_chunks(TOKENS)
     d, p = begun(pool, make_rank, chunks), make_rank(pool.unix)
     for part in (chunks[:2], chunks[2:4], chunks[4:]):
         assert d.side.take_results().finished_recving == set()
-        p.step(saves=(p.save_order(part, P_BLOCKS, ticket=TICKET),))
+        p.announce(saves=(p.save_order(part, P_BLOCKS, ticket=TICKET),))
+        for layer, right in enumerate(p.tokens(P_BLOCKS, part[-1].end)):
+            p.side.layer_computed(layer)
+            d.until_holds(layer, D_BLOCKS, right)
+        p.side.end_step()
     results = d.loaded()
     outcome = results.report.loads["r"]
     assert (outcome.valid_end, outcome.reason) == (TOKENS, Reason.NONE)

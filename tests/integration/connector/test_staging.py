@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +35,14 @@ def stage_of(order: Any, number: int = 1) -> Any:
 
 def same(one: list[Any], other: list[Any]) -> bool:
     return all(np.array_equal(mine, yours) for mine, yours in zip(one, other, strict=True))
+
+
+def staged(rank: Any, number: int, layers: int) -> None:
+    """Wait until this many layers of the order are in the rank's memory."""
+    deadline = time.monotonic() + 10.0
+    while (held := rank.staging._held.get(number)) is None or len(held.layers) < layers:
+        assert time.monotonic() < deadline, f"{layers} layers are computed, and not staged"
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(("staged_from", "loaded_from"), [(0, 0), (32, 32), (0, 96)])
@@ -71,6 +80,7 @@ def test_each_layer_is_staged_while_the_writer_computes_the_next(
     d.step(stages=(stage_of(d.load_order(chunks, D_BLOCKS)),))
     for layer in range(len(p.layers)):
         p.side.layer_computed(layer)
+        staged(d, 1, layer + 1)
     p.side.end_step()
     assert (d.staged().reason, d.staging.used) == (Reason.NONE, TOKENS * 4 * 4 * 2 * 32 * 4)
 

@@ -203,13 +203,17 @@ def test_a_prompt_prefilled_in_parts_arrives_whole(address: str, make_rank: Make
 
 
 def test_a_reader_takes_each_layer_as_soon_as_it_is_saved(pool: PoolThread, make_rank: Make, make_chunks: Make) -> None:
-    """1. P announces. 2. D's load begins and waits. 3. P's layers come one by one. 4. D has all with the last."""
+    """1. P announces. 2. D's load begins and waits. 3. P's layers come one by one: D has each before the next.
+
+    4. D has all with the last.
+    """
     chunks = make_chunks(TOKENS)
     p, d = make_rank(pool.unix), make_rank(pool.unix, name="D")
     p.announce(saves=(p.save_order(chunks, P_BLOCKS),))
     d.step(loads=(d.load_order(chunks, D_BLOCKS),))
     for layer in range(3):
         p.side.layer_computed(layer)
+        d.until_holds(layer, D_BLOCKS, p.tokens(P_BLOCKS, TOKENS)[layer])
     assert d.side.take_results().finished_recving == set()
     p.side.layer_computed(3)
     p.side.end_step()
