@@ -220,7 +220,10 @@ def read_shares(config: VllmConfig, groups: ModelGroups) -> tuple[RankShare, ...
     if own != list(range(own[0], own[0] + len(own))) or own[-1] >= total:
         raise ConfigError(f"attention layers {own} are not one range of {total} layers: not supported yet")
     if parallel.pipeline_parallel_size == 1 and len(own) != total:
-        raise ConfigError(f"{len(own)} of {total} layers keep KV of their own: not supported yet")
+        raise ConfigError(
+            f"{len(own)} of {total} layers keep KV of their own: cross-layer KV sharing, as in Gemma 3n, and layers "
+            "without attention are not supported yet"
+        )
     shares = []
     for group in groups.geometry.groups:
         held = [at for at, number in enumerate(group.layers) if number in own]

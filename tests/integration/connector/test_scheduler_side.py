@@ -228,6 +228,20 @@ def test_what_is_not_loaded_is_proven_too(
     assert (proof.recomputed_tokens, proof.reason) == (100, reason)
 
 
+def test_each_requests_proof_is_a_debug_line(
+    pool: PoolThread, make_side: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvrelay.connector.scheduler_side")
+    side = make_side(pool.unix)
+    side.new(params=DECODE)
+    side.ask("r")
+    side.allocated("r", TABLE, 0)
+    side.step([("r", 0, 100)], (), lambda _: TABLE)
+    (line,) = [said for said in caplog.messages if "Proof(" in said]
+    for part in ("handover='ho-1'", "request_id='r'", "worker='D1'", "prompt_tokens=100", "reasons={'miss': 100}"):
+        assert part in line
+
+
 def test_every_child_of_a_request_proves_for_itself(
     pool: PoolThread, client: PoolClient, make_side: Callable[..., Side]
 ) -> None:

@@ -53,6 +53,17 @@ async def test_a_whole_answer_has_its_proof_in_a_header(engine: Any, router: Any
     assert (proof["PROOFS"], proof["EXPECTED"], proof["RECOMPUTED_TOKENS"]) == (1, 1, 1)
 
 
+async def test_each_hand_overs_proof_is_a_debug_line(
+    engine: Any, router: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvrelay.router.tickets")
+    answer = await ask(engine, router, Endpoint.COMPLETIONS, ASK, None)
+    (line,) = [said for said in caplog.messages if said.startswith("hand-over: ")]
+    told = msgspec.json.decode(line.removeprefix("hand-over: "))
+    assert told["handover"] == answer.headers["x-kvrelay-handover"]
+    assert {name: told[name] for name in WANTED} == WANTED
+
+
 @pytest.mark.parametrize("path", list(Endpoint))
 async def test_a_stream_ends_with_its_proof_and_is_otherwise_the_engines(engine: Any, router: Any, path: str) -> None:
     events = [*EVENTS, LAST.get(Endpoint(path), DONE)]
