@@ -14,6 +14,7 @@ from asking import (
     assert_same,
     chat,
     completion,
+    eventually,
     proof,
     proofs,
     tokens,
@@ -51,11 +52,38 @@ def test_every_prompt_length_gives_the_same_tokens_handed_over_whole(
         for n, length in enumerate(LENGTHS)
     ]
     theirs = ask_all(reference, questions, at_once=4)
+    ask(stack, completion(stack.model_name, [5]))  # what an earlier test left to be counted is counted with it
+    before, all_told = counted(stack), []
     for length, question, expected in zip(LENGTHS, questions, theirs, strict=True):
         answer, told = assert_handed_over_whole(stack, question, expected, length, f"{length} tokens")
         assert told["reason"] == "", told
         assert (answer.prefill, answer.decode) == ("P0", "D0")
+        all_told.append(told)
+    all_told += [proof(stack, ask(stack, question)) for question in questions[-2:]]  # of these D has most itself
     assert_nothing_held(stack)
+    proven = {name: sum(told[part] for told in all_told) * unit for name, (part, unit) in COUNTED.items()}
+    assert proven["local_tokens"] > 0
+    assert proven["load_wait_seconds"] >= proven["load_transfer_seconds"] > 0
+    grown = {name: pytest.approx(before[name] + value, rel=1e-6) for name, value in proven.items()}
+    eventually(lambda: counted(stack), lambda now: now == grown, f"counters as the proofs have it: {grown}")
+
+
+COUNTED = {
+    "prompt_tokens": ("prompt_tokens", 1.0),
+    "handed_over_tokens": ("handed_over_tokens", 1.0),
+    "local_tokens": ("local_tokens", 1.0),
+    "loaded_bytes": ("bytes", 1.0),
+    "load_wait_seconds": ("wait_ms", 1e-3),
+    "load_transfer_seconds": ("transfer_ms", 1e-3),
+}
+"""Counters of D, and the part of a proof, in other units, that each is the sum of."""
+
+
+def counted(stack: RunningStack) -> dict[str, float]:
+    """What D has counted of these."""
+    (decode,) = stack.decode_urls
+    counters = Counters(decode)
+    return {name: counters.total(f"kvrelay:{name}_total") for name in COUNTED}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -111,6 +139,24 @@ def test_the_same_prompt_again_and_shared_prefixes_give_the_same_tokens(
         assert told["recomputed_tokens"] <= 32, told  # a local hit ends at a block bound
         if n == 1:
             assert told["local_tokens"] > 0
+
+
+def test_prompts_of_different_salts_share_no_kv_and_those_of_one_salt_do(
+    stack: RunningStack, reference: RunningStack
+) -> None:
+    prompt = tokens(300, "salted")
+    told = {}
+    for turn, salt in enumerate(("a", "b", "a")):
+        question = completion(stack.model_name, prompt, cache_salt=salt)
+        answer = ask(stack, question)
+        assert_same(answer, ask(reference, question), (turn, salt))
+        told[turn] = proof(stack, answer)
+    for turn in (0, 1):
+        assert (told[turn]["earlier_tokens"], told[turn]["local_tokens"]) == (0, 0), told
+        assert told[turn]["handed_over_tokens"] == 299, told
+    assert told[2]["handed_over_tokens"] == 0, told
+    assert told[2]["local_tokens"] >= 256, told
+    assert told[2]["local_tokens"] + told[2]["earlier_tokens"] == 299, told
 
 
 def test_what_the_client_asks_for_reaches_d_and_does_not_disturb_p(
