@@ -73,6 +73,20 @@ def test_without_a_promise_only_what_is_there_is_claimed(leg: str, overlapped: b
     assert matched(ledger, 150, 0, leg=leg, overlapped=overlapped).phase is Phase.SETTLED
 
 
+def test_a_prompt_that_ends_with_what_was_generated_is_not_waited_for() -> None:
+    """Its prefill is over, whatever a client says; its keys end where the prefill engine's prompt did."""
+    ledger = ledger_of()
+    chunks = (Chunk(b"a", 0, 64), Chunk(b"b", 64, 110))
+    entry = ledger.add("r", 150, chunks, HandOver("ho-1", "decode", "D1", overlapped=True, generated=40))
+    ledger.look(entry)
+    ledger.match(entry, 2, 7, 10.0, range(2), sealed=2, size_bytes=1280)
+    assert ledger.claimable(entry, 128) == 0
+    assert ledger.claimable(entry, 32) == 78
+    ledger.allocated(entry, 78, (TABLE,), now=1.0)
+    (order,) = ledger.take_orders((), ()).loads
+    assert [chunk.end for chunk in order.chunks] == [64, 110]
+
+
 def test_an_engine_that_takes_no_prefix_of_a_load_claims_nothing_early() -> None:
     ledger = Ledger(
         engine="D0", tables=Tables((Table(BLOCK, 0),), (64,)), ranks=1, saves=True, loads=True, max_early=2

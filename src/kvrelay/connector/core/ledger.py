@@ -180,9 +180,14 @@ class Ledger:
             entry.next_chunk = max(entry.next_chunk, chunks)
 
     def may_follow(self, entry: Entry) -> bool:
-        """Whether what the pool does not have of its prompt is being computed, and may be waited for."""
+        """Whether what the pool does not have of its prompt is being computed, and may be waited for.
+
+        A prompt that ends with tokens the prefill engine generated is not: its prefill is over.
+        """
         over = entry.hand_over
-        return self._max_early > 0 and over is not None and over.leg == "decode" and over.overlapped
+        if over is None or over.leg != "decode" or not over.overlapped or not entry.chunks:
+            return False
+        return self._max_early > 0 and entry.chunks[-1].end == entry.prompt_tokens
 
     def must_queue(self, entry: Entry, local: int) -> bool:
         """Whether as many loads are early already as may be: ask again later, for a place or for all of the KV."""
