@@ -233,10 +233,11 @@ class PurePages:
         if len(expected) != len(quads):
             raise BadRequestError(f"checksums of {len(expected)} objects for {len(quads)}")
         for index, (span, view, wanted) in enumerate(zip(quads, views, expected, strict=True)):
-            if self._sums(view) != wanted:
+            held = memoryview(bytes(view))  # what is compared is what is written, whoever writes there meanwhile
+            if self._sums(held) != wanted:
                 return index
             if span.count:
-                self._load(taken, span, view)
+                self._load(taken, span, held)
         return None
 
     def _load(self, blocks: Sequence[int], span: Span, view: memoryview) -> None:

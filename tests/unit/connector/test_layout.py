@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ np = pytest.importorskip("numpy")
 
 from kvrelay.connector.codec import CODECS, find_codec  # noqa: E402 - after the skip
 from kvrelay.connector.layout import PagedLayer, Run, prove  # noqa: E402
+from kvrelay.connector.pages import PurePages, Span, packed_spans  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,3 +177,22 @@ def test_one_latent_plane_round_trips(offset: int, count: int, blocks: Sequence[
         block, slot = divmod(offset + token, 16)
         assert (slots[blocks[block], slot] == tokens[0, 0, token]).all()
     assert (pages != SENTINEL).sum() == tokens.size
+
+
+def test_what_is_compared_with_its_checksum_is_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. A load's lease is lost. 2. It compares an object. 3. Another writer has the place before it writes."""
+    codec = find_codec("CPU_ATTN", "vec", block_tokens=32, head_size=DIMS, item_bytes=2)
+    pages = np.zeros((BLOCKS, HEADS, 2 * 32 * DIMS), np.uint16)
+    arena = bytearray(some_tokens(32).tobytes())
+    twin = PurePages(pages, codec.planes)
+    sums = twin._sums(memoryview(arena))
+
+    def compared(view: memoryview) -> list[int]:
+        found = PurePages._sums(twin, view)
+        arena[:] = b"\xee" * len(arena)
+        return found
+
+    monkeypatch.setattr(twin, "_sums", compared)
+    packed = struct.pack(f"<{HEADS}Q", *sums)
+    assert twin.load(struct.pack("<Q", 1), packed_spans([Span.whole(32, 0)]), [arena], packed) is None
+    assert not (pages[1] == SENTINEL).any()
