@@ -4,6 +4,9 @@ A lookup that is not answered in time is given up, for its request alone, and op
 one is slow for all, and would cost each of them its whole time. No other is begun until the pool has answered that one
 all the same; then the next is the probe that closes the circuit, or opens it for twice as long. Requests meanwhile go
 on without a lookup, at once.
+
+An engine without room for a request does not ask for its answer. A probe's is noted all the same; one that lay unread
+until its lease grew old is asked for once more.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from kvrelay.circuit import Circuit, State
+from kvrelay.connector.core.matching import Found
 from kvrelay.errors import DeadlineError, KvRelayError, PoolUnavailableError
 from kvrelay.types import Reason
 from kvrelay.wire import messages as m
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from kvrelay.client.blocking import PendingCall
-    from kvrelay.connector.core.matching import Found, Search
+    from kvrelay.connector.core.matching import Search
     from kvrelay.connector.counters import Counters
     from kvrelay.connector.link import PoolLink
     from kvrelay.connector.outbox import Outbox
@@ -44,6 +48,8 @@ class Lookup(Struct):
     began: float
     until: float
     call: PendingCall | None = None
+    repeated: bool = False
+    """What was found at first lay unread for too long."""
 
 
 class Lookups:
@@ -80,11 +86,13 @@ class Lookups:
     def new_step(self) -> None:
         """From now on there is a step's patience again."""
         self._patience = WAIT_S
+        self._heed_probe()
 
     def begin(self, request_id: str, search: Search, ticket: str | None = None) -> Reason:
         """Ask; if there is no point in asking, why. ``ticket``: of the hand-over, to learn what was written for it."""
         now = self._clock()
         self._outbox.pump()
+        self._heed_probe()
         self._overdue = [call for call in self._overdue if not call.poll()]
         if self._overdue:
             self._counters.add("lookups_skipped")
@@ -115,6 +123,9 @@ class Lookups:
             if answer is None:
                 return None
             found = answer if isinstance(answer, Reason) else self._take(lookup, answer)
+            if isinstance(found, Found) and self._lay_unread(lookup):
+                self._repeat(lookup, found)
+                found = None
         if self._lookups.pop(request_id, None) is not None:
             self._learn(lookup, found)
         return found
@@ -125,6 +136,36 @@ class Lookups:
         if lease:
             self._outbox.tell(m.Release(0, lease))
         return found
+
+    def _lay_unread(self, lookup: Lookup) -> bool:
+        return not lookup.repeated and self._clock() - lookup.began > max(self._lease_s / 4, self._timeout_s)
+
+    def _repeat(self, lookup: Lookup, found: Found) -> None:
+        """Ask once more: who knows what is left of what was found."""
+        if found.lease:
+            self._outbox.tell(m.Release(0, found.lease))
+        lookup.search.restart()
+        lookup.repeated = True
+        lookup.began = self._clock()
+        lookup.until = lookup.began + self._timeout_s
+
+    def _heed_probe(self) -> None:
+        """Learn from the probe, whether or not the engine asks for its answer."""
+        lookup = self._lookups.get(self._probe) if self._probe is not None else None
+        if lookup is None:
+            return
+        was = self._circuit.state
+        if lookup.call is not None and lookup.call.poll():
+            self._circuit.succeeded()
+        elif self._clock() < lookup.until:
+            return
+        elif lookup.call is None:
+            self._circuit.forgotten()
+        else:
+            self._circuit.failed(lookup.began)
+            self._overdue.append(lookup.call)
+        self._probe = None
+        self._tell(was)
 
     def _learn(self, lookup: Lookup, answer: Found | Reason) -> None:
         """What an ended lookup says of the pool: any answer, a refusal too, says that it answers."""

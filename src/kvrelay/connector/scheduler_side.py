@@ -165,6 +165,10 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         """Of requests that wait for their names."""
         self._adapter_of: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
+        """Tokens in the engine's own cache, of requests asked about in this step."""
+        self._given: dict[str, int] = {}
+        """Tokens there and those we load, of requests given blocks in this step."""
 
     def start(self) -> None:
         """Connect and register; raises `ConfigError` if the pool refuses us."""
@@ -299,6 +303,7 @@ class SchedulerSide:
             return None, False
         if entry is None:
             return 0, False
+        self._asked[request_id] = local
         if entry.phase is Phase.NEW and not self._answered_name(entry):
             return None, False
         if self._ledger.wants_look(entry, self._clock()):
@@ -341,6 +346,9 @@ class SchedulerSide:
     def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """The engine gave the request blocks, in each of its tables; ``external`` tokens are to be loaded."""
         entry = self._ledger.entry(request_id)
+        local = self._asked.pop(request_id, None)
+        if local is not None:
+            self._given[request_id] = local + external
         if entry is not None:
             self._ledger.allocated(entry, external, block_ids, self._clock())
             if external and entry.staged:
@@ -363,9 +371,13 @@ class SchedulerSide:
             self._ledger.runs(entry)
             if not entry.scheduled and not self._ledger.loads_now(entry):
                 self._first_scheduled(entry, computed)
+            if computed > self._given.get(request_id, computed):
+                continue  # another connector loads in this step: whether that works is known in the next
             if self._ledger.has_unsaved(entry, computed + count):
                 order = self._ledger.order_save(entry, computed + count, block_ids(request_id))
                 saves.append(self.holds.hold(order))
+        self._asked.clear()
+        self._given.clear()
         self._send_releases()
         self._outbox.pump()
         self._lookups.new_step()

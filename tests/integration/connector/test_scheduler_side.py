@@ -24,12 +24,14 @@ from kvrelay.errors import ConfigError, PoolUnavailableError
 from kvrelay.identity.core.chunks import chain_seed, prompt_chunks
 from kvrelay.testing.pool import PoolThread
 from kvrelay.types import Lost, Proof, Reason
+from kvrelay.wire import messages as m
 from kvrelay.wire.messages import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvrelay.client.blocking import PendingCall
     from kvrelay.connector.core.orders import StepOrders
 
 WAIT_S = 20.0
@@ -58,6 +60,12 @@ class Side(SchedulerSide):
         entry = self._ledger.entry(request_id)
         assert entry is not None
         return entry.reason
+
+    def asked(self, request_id: str) -> PendingCall:
+        """The question that is asked for a request."""
+        call = self._lookups._lookups[request_id].call
+        assert call is not None
+        return call
 
     def new(self, request_id: str = "r", tokens: list[int] | None = None, **more: Any) -> None:
         """A new request."""
@@ -283,6 +291,25 @@ def test_an_aborted_request_leaves_no_lease_though_its_answer_is_on_its_way_and_
     settled(lambda: client.stat()["leases"] == 0)
 
 
+def test_what_was_found_long_before_the_engine_had_room_is_asked_for_again(
+    pool: PoolThread, client: PoolClient, make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The lookup is answered. 2. The engine has no room until the lease is old. 3. The pool has less by then."""
+    side = make_side(pool.unix)
+    store(client, side)
+    now = [100.0]
+    monkeypatch.setattr(side._lookups, "_clock", lambda: now[0])
+    side.new()
+    settled(side.asked("r").poll)
+    side._outbox.tell(m.Forget(0, side.asked("r").number))
+    settled(lambda: client.stat()["leases"] == 0)
+    assert client.purge() == 2
+    now[0] += 3600.0
+    assert side.ask("r") == (0, False)
+    assert side.reason("r") is Reason.MISS
+    assert client.stat()["leases"] == 0
+
+
 def test_a_prompt_that_has_no_keys_is_left_to_the_engine(pool: PoolThread, make_side: Callable[..., Side]) -> None:
     side = make_side(pool.unix)
     for name, tokens, salt in (("negative", [1, -1], None), ("surrogate", [1, 2], "\ud800")):
@@ -346,6 +373,20 @@ def test_what_is_saved_is_ordered_in_the_step_that_computes_it_under_the_ticket(
     assert side.finished("r") is True
     assert side.step((), (), lambda _: TABLE).held == ("r",)
     side.update(RankReport(saves_ended={"r": 2}, loads={}), ("r",), ())
+
+
+def test_what_another_connector_loads_in_the_step_is_saved_when_it_is_known_to_be_there(
+    pool: PoolThread, make_side: Callable[..., Side]
+) -> None:
+    """Inside a `MultiConnector`: 1. Another claims 64 tokens. 2. They fail to come. 3. All are computed."""
+    side = make_side(pool.unix)
+    side.new()
+    side.ask("r")
+    side.allocated("r", TABLE, 0)
+    assert side.step([("r", 64, 30)], (), lambda _: TABLE).saves == ()
+    assert side.step([("r", 0, 40)], (), lambda _: TABLE).saves == ()
+    (save,) = side.step([("r", 40, 60)], (), lambda _: TABLE).saves
+    assert [(c.start, c.end) for c in save.chunks] == [(0, 64), (64, 100)]
 
 
 def test_a_prompt_that_is_not_token_ids_alone_is_left_alone(pool: PoolThread, make_side: Callable[..., Side]) -> None:
@@ -465,6 +506,38 @@ class TestPoolTrouble:
         assert (counted["lookups_timed_out"], counted["lookups_skipped"]) == (2, 1)
         assert (counted["circuit_opened"], counted["circuit_closed"]) == (1, 1)
         assert sum("the pool is slow" in record.message for record in caplog.records) == 1
+
+    @pytest.mark.parametrize("answered", [True, False])
+    def test_a_probe_tells_of_the_pool_though_the_engine_has_no_room_for_its_request(
+        self, pool: PoolThread, make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, answered: bool
+    ) -> None:
+        """1. A lookup is late. 2. The probe's request waits in the engine's queue. 3. Others arrive."""
+        side = make_side(pool.unix, lookup_timeout_s=1.0)
+        now = [100.0]
+        monkeypatch.setattr(side._lookups, "_clock", lambda: now[0])
+        with hung(pool):
+            side.new("late")
+            assert side.num_matched("late", 0) == (None, False)
+            now[0] += 1.0
+            assert side.num_matched("late", 0) == (0, False)
+        settled(lambda: all(call.poll() for call in side._lookups._overdue))
+        with hung(pool):
+            side.new("probe")
+            if not answered:
+                now[0] += 1.0
+                side.new("meanwhile")
+                assert side.reason("meanwhile") is Reason.TIMEOUT
+        settled(side.asked("probe").poll)
+        now[0] += 0.5
+        side.new("next")
+        assert side.ask("next") == (0, False)
+        assert side.reason("next") is (Reason.MISS if answered else Reason.TIMEOUT)
+        assert side._counters.take()["circuit_opened"] == 1
+        now[0] += 1.0
+        side.new("after")
+        assert side.ask("after") == (0, False)
+        assert side.reason("after") is Reason.MISS
+        assert side.ask("probe") == (0, False)
 
     def test_a_preempted_request_does_not_ask_a_slow_pool_in_every_step(
         self, pool: PoolThread, make_side: Callable[..., Side]

@@ -70,12 +70,16 @@ class Search:
         self._prompt_tokens = prompt_tokens
         self._geometry = geometry
         self._tables = tables
+        self.restart()
         groups = range(len(geometry.groups))
         self._dense = [group for group in groups if not tables.windows[group]]
         self._windowed = [group for group in groups if tables.windows[group]]
+
+    def restart(self) -> None:
+        """Begin again with the first question."""
         self._flags: list[tuple[int, int]] = []
         """(chunk, group) asked about in the second question."""
-        self._count = len(chunks)
+        self._count = len(self._chunks)
         """Chunks that the question under way is about."""
         self._exact = False
 
