@@ -177,6 +177,11 @@ def load(url: str, name: str, path: Path) -> None:
     assert reply.status_code == 200, reply.text
 
 
+def unload(url: str, name: str) -> None:
+    reply = httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=60)
+    assert reply.status_code == 200, reply.text
+
+
 def test_an_adapters_kv_is_handed_over_to_the_same_adapter_only(pair: Pair, adapters: dict[str, Path]) -> None:
     stack, plain = pair
     prompt = repeating(300, "adapter")
@@ -199,21 +204,35 @@ def test_an_adapters_kv_is_handed_over_to_the_same_adapter_only(pair: Pair, adap
     assert_nothing_held(stack)
 
 
-def test_an_adapter_changed_in_place_is_not_exchanged(pair: Pair, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_an_adapter_changed_in_place_is_not_exchanged_until_the_old_ones_kv_is_gone(
+    pair: Pair, adapters: dict[str, Path], tmp_path: Path
+) -> None:
     stack, plain = pair
     folder = tmp_path / "moving"
     folder.mkdir()
+    engines = (*stack.prefill_urls, *stack.decode_urls, plain.base_url)
 
     def put(name: str) -> None:
         for file in adapters[name].iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
 
     put("third")
-    for url in (*stack.prefill_urls, *stack.decode_urls, plain.base_url):
+    for url in engines:
         load(url, "moving", folder)
     prompt = repeating(200, "moving")
-    assert proof(stack, same(pair, completion("moving", prompt)))["recomputed_tokens"] == 1
+    old = same(pair, completion("moving", prompt))
+    assert proof(stack, old)["recomputed_tokens"] == 1
     put("first")  # nobody has read it
     told = proof(stack, same(pair, completion("moving", [*prompt, 5])))
     assert (told["recomputed_tokens"], told["reason"]) == (201, "adapter"), told
+    for url in engines:
+        unload(url, "moving")
+        load(url, "moving", folder)
+    told = proof(stack, same(pair, completion("moving", repeating(200, "moved"))))
+    assert (told["recomputed_tokens"], told["reason"]) == (200, "adapter"), told
+    for url in engines:
+        eventually(lambda url=url: reset(url), bool, "a reset of an idle engine")  # type: ignore[misc]
+    new = same(pair, completion("moving", prompt))
+    assert new.token_ids != old.token_ids
+    assert proof(stack, new)["recomputed_tokens"] == 1
     assert_nothing_held(stack)

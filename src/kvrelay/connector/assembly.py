@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrelay.client.token import read_token
 from kvrelay.connector import compat
-from kvrelay.connector.adapters import Adapter, Adapters
+from kvrelay.connector.adapters import Adapters
 from kvrelay.connector.codec import FP8, PLAIN, Codec, find_codec
 from kvrelay.connector.config import ConnectorConfig, parse_extra_config
 from kvrelay.connector.device import DeviceLayer, Mirrors
@@ -178,7 +178,9 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
     embedded = EmbeddedPool(serve_arguments(config)) if config.embedded_pool is not None else None
     if embedded is not None:
         embedded.start()
-    lora = vllm_config.lora_config is not None
+    adapters = None
+    if vllm_config.lora_config is not None:
+        adapters = Adapters(DigestCache(default_cache_file(os.environ)), compat.adapter_folder)
 
     def make(engine: Engine) -> SchedulerSide:
         return SchedulerSide(
@@ -193,15 +195,15 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
             counters=counters,
             make_link=lambda greet: engine.link("scheduler", map_arena=False, greet=greet),
             on_close=embedded.close if embedded is not None else lambda: None,
-            adapters=Adapters(DigestCache(default_cache_file(os.environ)), compat.adapter_folder) if lora else None,
+            adapters=adapters,
             sync_loads=takes_sync_loads(vllm_config),
         )
 
     parts = engine.by_pool()
     sides = {name: make(part) for name, part in parts.items()}
     side = SeveralSchedulers(sides) if config.pools else sides[""]
-    if lora:
-        _watch(vllm_config, side)
+    if adapters is not None:
+        compat.watch_adapters(vllm_config, adapters.loading)
     side.start()
     log.info("kvrelay: engine %s, %s, namespace %s", config.engine, engine.role, side.sides[0].namespace[:16])
     return side
@@ -217,16 +219,6 @@ def takes_sync_loads(vllm_config: VllmConfig) -> bool:
         and vllm_config.parallel_config.pipeline_parallel_size == 1
         and not vllm_config.scheduler_config.async_scheduling
     )
-
-
-def _watch(vllm_config: VllmConfig, side: SchedulerSide | SeveralSchedulers) -> None:
-    """See which files the engine reads, when it reads them."""
-
-    def loading(adapter: Adapter) -> None:
-        for one in side.sides:
-            one.adapter_loading(adapter)
-
-    compat.watch_adapters(vllm_config, loading)
 
 
 def _weights(vllm_config: VllmConfig) -> str:

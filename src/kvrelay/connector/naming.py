@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.0009
-"""How long the scheduler may wait for names in one step, all requests together."""
+"""How long the scheduler may wait for names in one step, all requests together, and as long for adapters."""
+BUG = "kvrelay: a bug: a request has no name, the engine goes on"
 Digests: TypeAlias = "Callable[[int], Sequence[Extra]]"
 
 
@@ -40,6 +41,11 @@ class _Pending(Struct):
     adapter: Adapter | None
 
 
+class _Check(Struct):
+    future: Future[str]
+    until: float
+
+
 class Naming:
     """The names being made for one scheduler, by request. Owned by its thread."""
 
@@ -52,28 +58,61 @@ class Naming:
         self._timeout_s = timeout_s
         self._clock = clock
         self._pending: dict[str, _Pending] = {}
+        self._checks: dict[int, _Check] = {}
+        """Of adapters, by number, that are under way or were done in this step."""
         self._told: set[tuple[int, str]] = set()
-        self._patience = WAIT_S
+        self._patience = self._patience_for_checks = WAIT_S
         self._thread: ThreadPoolExecutor | None = None
 
     def new_step(self) -> None:
         """From now on there is a step's patience again."""
-        self._patience = WAIT_S
+        self._patience = self._patience_for_checks = WAIT_S
+        self._checks = {number: check for number, check in self._checks.items() if not check.future.done()}
 
     def begin(self, request_id: str, adapter: Adapter | None, digests: Digests | None) -> None:
         """Make a request's name. ``digests``: of what is in its prompt beside tokens, by chunks of the size given."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrelay names")
-        future = self._thread.submit(self._make, adapter, digests)
+        future = self._started().submit(self._make, adapter, digests)
         self._pending[request_id] = _Pending(future, self._clock() + self._timeout_s, adapter)
 
+    def _started(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrelay names")
+        return self._thread
+
     def _make(self, adapter: Adapter | None, digests: Digests | None) -> Name:
-        lora = None
-        if adapter is not None:
-            if self._adapters is None:
-                raise ConfigError("this engine has no adapters")
-            lora = self._adapters.identity(adapter)
+        lora = self._identity(adapter) if adapter is not None else None
         return Name(lora, tuple(digests(self._chunk_tokens)) if digests is not None else ())
+
+    def _identity(self, adapter: Adapter) -> str:
+        if self._adapters is None:
+            raise ConfigError("this engine has no adapters")
+        return self._adapters.identity(adapter)
+
+    def check(self, adapter: Adapter) -> None:
+        """Compare an adapter's files with what they were when it was named; all that ask in one step share one look."""
+        if adapter.number not in self._checks:
+            future = self._started().submit(self._identity, adapter)
+            self._checks[adapter.number] = _Check(future, self._clock() + self._timeout_s)
+
+    def checked(self, adapter: Adapter) -> bool | None:
+        """Whether an adapter is what it was named, after `check` in this step; None: not known yet."""
+        check = self._checks[adapter.number]
+        began = self._clock()
+        try:
+            check.future.result(self._patience_for_checks)
+        except TimeoutError:
+            if self._clock() < check.until:
+                return None
+            self._tell(adapter, f"not within {self._timeout_s:g} s")
+            return False
+        except Exception as error:
+            if not isinstance(error, ConfigError | OSError):
+                log.exception(BUG)
+            self._tell(adapter, str(error))
+            return False
+        finally:
+            self._patience_for_checks = max(0.0, self._patience_for_checks - (self._clock() - began))
+        return True
 
     def answer(self, request_id: str) -> Name | Reason | None:
         """The name, or why there is none; None: not yet."""
@@ -90,7 +129,7 @@ class Naming:
             return reason
         except Exception as error:
             if not isinstance(error, ConfigError | OSError):
-                log.exception("kvrelay: a bug: a request has no name, the engine goes on")
+                log.exception(BUG)
             self._tell(pending.adapter, str(error))
             del self._pending[request_id]
             return reason

@@ -164,11 +164,15 @@ class SchedulerSide:
         )
         self._prompts: dict[str, _Prompt] = {}
         """Of requests that wait for their names."""
-        self._adapter_of: dict[str, int] = {}
         self._asked: dict[str, int] = {}
         """Tokens in the engine's own cache, of requests asked about in this step."""
         self._given: dict[str, int] = {}
         """Tokens there and those we load, of requests given blocks in this step."""
+        self._adapter_of: dict[str, Adapter] = {}
+        self._stopped = 0
+        """How many of the adapters' stops have been carried out here."""
+        self._leaving: list[tuple[Entry, Adapter]] = []
+        """Requests that ended in doubt whether their adapters are still what they were named."""
 
     def start(self) -> None:
         """Connect and register; raises `ConfigError` if the pool refuses us."""
@@ -223,12 +227,15 @@ class SchedulerSide:
         entry = self._ledger.add(request_id, prompt_tokens, (), read_hand_over(params))
         if self._is_promised(entry):
             self._promises.add(request_id)
+        if adapter is not None:
+            self._adapter_of[request_id] = adapter
+            if self._adapters is not None:
+                self._adapters.use(adapter)
         prompt = _Prompt(token_ids or (), salt, tuple(extras), skip)
         if token_ids is None:
             self._unnamed(entry, Reason.NO_KEYS)
         elif adapter is not None or digests is not None:
             self._prompts[request_id] = prompt
-            self._adapter_of[request_id] = adapter.number if adapter is not None else 0
             self._naming.begin(request_id, adapter, digests)
         else:
             self._named(entry, prompt, Name(None, ()))
@@ -242,6 +249,7 @@ class SchedulerSide:
         chain, chunks = made
         growth = Growth(chain, prompt.token_ids, chain.tokens) if self._config.save_decode else None
         self._ledger.name(entry, chunks, growth)
+        entry.doubted = name.lora is not None
         if prompt.skip:
             self._ledger.leave_unread(entry, prompt.skip)
         elif self._ledger.may_look(entry):
@@ -281,23 +289,45 @@ class SchedulerSide:
             self._unnamed(entry, answer)
         return True
 
-    def adapter_loading(self, adapter: Adapter) -> None:
-        """The engine is about to read an adapter's files."""
-        if self._adapters is not None and self._adapters.loading(adapter):
-            self.adapter_spoiled(adapter.number)
+    @property
+    def adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters that requests of this side are computed with."""
+        return {adapter.number for adapter in self._adapter_of.values()}
 
-    def adapter_spoiled(self, number: int) -> None:
-        """The engine has other weights under an adapter's number: what runs with it has no name any more."""
-        for request_id, other in self._adapter_of.items():
+    def _stop_adapters(self) -> None:
+        """What runs with an adapter that was stopped has no name any more."""
+        if self._adapters is None or self._stopped == len(self._adapters.stopped):
+            return
+        numbers = self._adapters.stopped[self._stopped :]
+        self._stopped += len(numbers)
+        for request_id, adapter in self._adapter_of.items():
             entry = self._ledger.entry(request_id)
-            if other == number and entry is not None and entry.phase is not Phase.ENDED:
+            if adapter.number in numbers and entry is not None and entry.phase is not Phase.ENDED:
                 self._naming.end(request_id)
                 self._prompts.pop(request_id, None)
                 self._ledger.forget(entry, Reason.ADAPTER)
         self._send_releases()
 
+    def _end_doubts(self, scheduled: Sequence[tuple[str, int, int]]) -> None:
+        """See whether adapters are what they were named: the engine may read their files again for this step."""
+        entries = (self._ledger.entry(request_id) for request_id, _, _ in scheduled)
+        doubted = [(one, self._adapter_of[one.request_id]) for one in entries if one is not None and one.doubted]
+        doubted += self._leaving
+        self._leaving = []
+        for _, adapter in doubted:
+            self._naming.check(adapter)
+        for entry, adapter in doubted:
+            holds = self._naming.checked(adapter)
+            if holds:
+                self._ledger.trust(entry)
+            elif holds is not None:
+                self._ledger.forget(entry, Reason.ADAPTER)
+            elif entry.phase is Phase.ENDED:
+                self._leaving.append((entry, adapter))
+
     def num_matched(self, request_id: str, local: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local`` to load, and whether asynchronously; ``None``: not known yet, ask again."""
+        self._stop_adapters()
         entry = self._ledger.entry(request_id)
         if self._ledger.must_wait(local):
             return None, False
@@ -362,7 +392,13 @@ class SchedulerSide:
         block_ids: Callable[[str], Sequence[Sequence[int]]],
     ) -> StepOrders:
         """One step's orders. ``scheduled``: (request, tokens computed before, tokens computed in this step)."""
+        scheduled = list(scheduled)
         lost = self._ledger.preempted(preempted)
+        for entry in map(self._ledger.entry, lost):
+            if entry is not None and entry.request_id in self._adapter_of:
+                entry.doubted = True
+        self._end_doubts(scheduled)
+        self._stop_adapters()
         saves: list[SaveOrder] = []
         for request_id, computed, count in scheduled:
             entry = self._ledger.entry(request_id)
@@ -422,8 +458,10 @@ class SchedulerSide:
         self._promises.end(request_id)
         self._naming.end(request_id)
         self._prompts.pop(request_id, None)
-        self._adapter_of.pop(request_id, None)
+        adapter = self._adapter_of.pop(request_id, None)
         finish = self._ledger.finish(entry, computed, block_ids)
+        if adapter is not None and entry.rest is not None and entry.doubted:
+            self._leaving.append((entry, adapter))
         self._send_releases()
         return finish.hold
 

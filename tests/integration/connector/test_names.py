@@ -10,11 +10,13 @@ import pytest
 
 pytest.importorskip("numpy")
 
+from kvrelay.client.blocking import PoolClient
 from kvrelay.connector.adapters import Adapter, Adapters
 from kvrelay.errors import ConfigError
-from kvrelay.identity.core.chunks import Extra
+from kvrelay.identity.core.chunks import Extra, chain_seed, prompt_chunks
 from kvrelay.identity.digests import DigestCache
 from kvrelay.testing.paged_engine import PagedEngine
+from kvrelay.testing.true_kv import CHUNK
 from kvrelay.types import Reason
 
 if TYPE_CHECKING:
@@ -126,15 +128,116 @@ def test_an_aborted_request_waits_for_no_name(make_engine: Make, tmp_path: Path)
 def test_a_request_that_runs_while_its_adapter_is_replaced_saves_nothing_more(
     make_engine: Make, tmp_path: Path
 ) -> None:
-    engine = make_engine("E")
+    adapters = Adapters(DigestCache(None))
+    engine = make_engine("E", adapters=adapters)
     adapter = Adapter("sql", 1, str(write(tmp_path / "one", "weights")))
     request = engine.add("r", PROMPT, 60, adapter=adapter)
     while len(request.tokens) < len(PROMPT) + 10:
         engine.step()
-    engine.side.adapter_spoiled(2)
-    engine.side.adapter_spoiled(1)
+    adapters.loading(Adapter("code", 2, adapter.path, in_place=True))
+    adapters.loading(Adapter("sql", 1, adapter.path, in_place=True))
     engine.finish_all(WAIT_S)
     assert len(PROMPT) <= engine.counters.take()["saved_tokens"] <= len(PROMPT) + 12
+
+
+def names_of(engine: PagedEngine, adapter: Adapter) -> list[bytes]:
+    """Keys of the prompt's chunks under the name that an adapter has wherever nothing else ran."""
+    lora = Adapters(DigestCache(None)).identity(adapter)
+    return [chunk.key for chunk in prompt_chunks(chain_seed(engine.side.namespace, lora=lora), PROMPT, CHUNK)]
+
+
+def test_what_an_engine_cached_with_an_adapters_old_weights_is_not_saved_as_the_new_ones(
+    pool: PoolThread, make_engine: Make, tmp_path: Path
+) -> None:
+    """1. Requests run. 2. The adapter is unloaded, rewritten, and loaded again. 3. The engine finds the old KV."""
+    adapters = Adapters(DigestCache(None))
+    engine = make_engine("P", caching=True, adapters=adapters)
+    old, new = (Adapter("sql", number, str(tmp_path / "one")) for number in (1, 2))
+    write(tmp_path / "one", "weights")
+    adapters.loading(old)
+    run(engine, adapter=old)
+    write(tmp_path / "one", "new weights")
+    adapters.loading(new)
+    counted = run(engine, adapter=new)
+    assert counted["local_tokens"] > 0
+    assert counted["not_saved_adapter"] == len(PROMPT)
+    with PoolClient.connect(pool.unix, name="test") as client:
+        assert not any(client.exists(names_of(engine, new)))
+    engine.reset_prefix_cache()
+    adapters.cache_dropped(engine.side.adapters_in_use)
+    assert run(engine, adapter=new)["saved_tokens"] == len(PROMPT)
+
+
+def test_requests_of_an_adapter_loaded_again_from_its_path_are_not_saved_from_what_the_new_one_left(
+    make_engine: Make, tmp_path: Path
+) -> None:
+    """1. A request of the old adapter runs. 2. One of the new does. 3. Preempted, the old one could find its KV."""
+    engine = make_engine("P", caching=True)
+    old, new = (Adapter("sql", number, str(write(tmp_path / "one", "weights"))) for number in (1, 2))
+    running = engine.add("old", [7, 8, *PROMPT], 60, adapter=old)
+    while len(running.tokens) < len(PROMPT) + 10:
+        engine.step()
+    engine.add("new", PROMPT, 1, adapter=new)
+    engine.finish_all(WAIT_S)
+    assert len(PROMPT) <= engine.counters.take()["saved_tokens"] - len(PROMPT) <= len(PROMPT) + 2 * CHUNK
+
+
+def test_an_adapter_found_spoiled_by_one_request_is_spoiled_for_all_that_have_their_names(
+    make_engine: Make, tmp_path: Path
+) -> None:
+    """1. A request has its name and waits for room. 2. Files change. 3. Another request's name shows it."""
+    engine = make_engine("E")
+    adapter = Adapter("sql", 1, str(write(tmp_path / "one", "weights")))
+    named = engine.add("named", PROMPT, 1, adapter=adapter)
+    del engine.requests["named"]  # the engine has no room
+    while engine.side.num_matched("named", 0)[0] is None:
+        engine.step()
+    write(tmp_path / "one", "other weights")
+    run(engine, adapter=adapter)
+    engine.requests["named"] = named
+    engine.finish_all(WAIT_S)
+    assert "saved_tokens" not in engine.counters.take()
+
+
+def test_files_that_change_before_a_named_request_first_runs_are_noticed(make_engine: Make, tmp_path: Path) -> None:
+    """1. A request has its name. 2. Files change. 3. It runs: the engine may have read them again for it."""
+    engine = make_engine("E")
+    adapter = Adapter("sql", 1, str(write(tmp_path / "one", "weights")))
+    engine.add("r", PROMPT, 1, adapter=adapter)
+    while engine.side.num_matched("r", 0)[0] is None:
+        engine.side.step([], [], lambda _: ())
+    write(tmp_path / "one", "other weights")
+    engine.finish_all(WAIT_S)
+    assert "saved_tokens" not in engine.counters.take()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_slow_disk_delays_saving_and_not_the_engine(make_engine: Make, tmp_path: Path, *, changed: bool) -> None:
+    """1. A request has its name. 2. The disk hangs. 3. It runs and ends. 4. The disk answers."""
+    go = threading.Event()
+    go.set()
+
+    class Slow(Adapters):
+        def identity(self, adapter: Adapter) -> str:
+            assert go.wait(WAIT_S)
+            return super().identity(adapter)
+
+    engine = make_engine("E", adapters=Slow(DigestCache(None)), lookup_s=WAIT_S)
+    adapter = Adapter("sql", 1, str(write(tmp_path / "one", "weights")))
+    request = engine.add("r", PROMPT, 1, adapter=adapter)
+    while engine.side.num_matched("r", 0)[0] is None:
+        engine.side.step([], [], lambda _: ())
+    go.clear()
+    while request.state != "held":
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    assert "saved_tokens" not in engine.counters.take()
+    if changed:
+        write(tmp_path / "one", "other weights")
+    go.set()
+    engine.finish_all(WAIT_S)
+    assert engine.counters.take().get("saved_tokens", 0) == (0 if changed else len(PROMPT))
 
 
 def test_a_reset_while_a_name_is_made_names_nothing(make_engine: Make, tmp_path: Path) -> None:

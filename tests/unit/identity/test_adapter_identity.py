@@ -68,10 +68,10 @@ class TestIdentity:
         same = {adapters.identity(asked(one, 1)), adapters.identity(asked(other, 2))}
         assert len(same) == 1
         assert adapters.identity(asked(one, 3, name="code")) not in same
-        assert adapters.identity(asked(one, 4, variant="bfloat16")) not in same
+        assert adapters.identity(asked(make(tmp_path / "third"), 4, variant="bfloat16")) not in same
         assert adapters.identity(asked(make(tmp_path / "two", b"two"), 5)) not in same
 
-    def test_files_that_change_in_use_spoil_the_adapter_until_it_is_loaded_anew(
+    def test_files_that_change_in_use_spoil_the_adapter_until_it_is_loaded_elsewhere(
         self, tmp_path: Path, adapters: Adapters
     ) -> None:
         folder = make(tmp_path / "one")
@@ -81,10 +81,14 @@ class TestIdentity:
         with pytest.raises(ConfigError, match="its files changed after it was loaded"):
             adapters.identity(asked(folder))
         make(folder)  # nobody knows what was read meanwhile
-        with pytest.raises(ConfigError, match="unload it, load it again"):
+        with pytest.raises(ConfigError, match="under another name or from another path"):
             adapters.identity(asked(folder))
+        assert adapters.stopped == [1]
         adapters.loading(asked(folder, 2))
-        assert adapters.identity(asked(folder, 2)) == first
+        with pytest.raises(ConfigError, match="does not tell their KV from its: load it under another name"):
+            adapters.identity(asked(folder, 2))
+        adapters.loading(asked(make(tmp_path / "elsewhere"), 3))
+        assert adapters.identity(asked(tmp_path / "elsewhere", 3)) == first
 
     def test_files_that_changed_between_loading_and_the_first_use_are_noticed(
         self, tmp_path: Path, adapters: Adapters
@@ -100,9 +104,11 @@ class TestIdentity:
         self, tmp_path: Path, adapters: Adapters
     ) -> None:
         folder = make(tmp_path / "one")
-        assert not adapters.loading(asked(folder))
+        adapters.loading(asked(folder))
         adapters.identity(asked(folder))
-        assert adapters.loading(asked(folder, in_place=True))
+        assert adapters.stopped == []
+        adapters.loading(asked(folder, in_place=True))
+        assert adapters.stopped == [1]
         for again in (asked(folder), asked(folder, in_place=True)):
             with pytest.raises(ConfigError, match="in place"):
                 adapters.identity(again)
@@ -110,8 +116,9 @@ class TestIdentity:
     def test_an_engine_told_again_to_load_what_it_has_changes_nothing(self, tmp_path: Path, adapters: Adapters) -> None:
         folder = make(tmp_path / "one")
         adapters.loading(asked(folder))
-        assert not adapters.loading(asked(folder))
+        adapters.loading(asked(folder))
         assert adapters.identity(asked(folder))
+        assert adapters.stopped == []
 
     def test_one_number_for_two_adapters_is_noticed(self, tmp_path: Path, adapters: Adapters) -> None:
         adapters.loading(asked(make(tmp_path / "one")))
@@ -119,7 +126,7 @@ class TestIdentity:
             adapters.identity(asked(make(tmp_path / "two", b"two"), name="other"))
 
     def test_an_adapter_that_is_not_there_is_an_error(self, tmp_path: Path, adapters: Adapters) -> None:
-        assert not adapters.loading(asked(tmp_path / "gone"))
+        adapters.loading(asked(tmp_path / "gone"))
         with pytest.raises(ConfigError, match="no adapter in"):
             adapters.identity(asked(tmp_path / "gone"))
 
@@ -128,3 +135,66 @@ class TestIdentity:
     ) -> None:
         adapters = Adapters(cache, {"org/sql": str(make(tmp_path / "one"))}.__getitem__)
         assert adapters.identity(Adapter("sql", 1, "org/sql")).startswith("3:sql:")
+
+
+class TestPlaces:
+    """Numbers of one name and path, which the engine's own prefix cache does not tell apart."""
+
+    def test_other_weights_have_no_identity_where_others_ran_and_nor_have_those_that_did(
+        self, tmp_path: Path, adapters: Adapters
+    ) -> None:
+        """1. It is used. 2. It is unloaded, its files rewritten, and loaded again. 3. The old files come back."""
+        folder = make(tmp_path / "one")
+        for number, weights in enumerate([b"weights", b"new weights", b"weights"], 1):
+            make(folder, weights)
+            adapters.loading(asked(folder, number))
+            adapters.use(asked(folder, number))
+            if number == 1:
+                adapters.identity(asked(folder, number))
+                continue
+            with pytest.raises(ConfigError, match="reset the engine's prefix cache"):
+                adapters.identity(asked(folder, number))
+        assert adapters.stopped == [1, 1, 2]
+
+    def test_the_same_weights_go_on(self, tmp_path: Path, adapters: Adapters) -> None:
+        names = set()
+        for number in (1, 2, 3):
+            folder = make(tmp_path / "one")
+            adapters.loading(asked(folder, number))
+            adapters.use(asked(folder, number))
+            names.add(adapters.identity(asked(folder, number)))
+        assert len(names) == 1
+
+    def test_what_was_loaded_and_never_ran_is_in_nobodys_way(self, tmp_path: Path, adapters: Adapters) -> None:
+        folder = make(tmp_path / "one", b"a mistake")
+        adapters.loading(asked(folder))
+        make(folder)
+        adapters.loading(asked(folder, 2))
+        adapters.use(asked(folder, 2))
+        assert adapters.identity(asked(folder, 2))
+
+    def test_what_ran_without_ever_being_identified_is_taken_for_other_weights(
+        self, tmp_path: Path, adapters: Adapters
+    ) -> None:
+        folder = make(tmp_path / "one")
+        adapters.use(asked(folder))
+        adapters.use(asked(folder, 2))
+        with pytest.raises(ConfigError, match="other weights ran"):
+            adapters.identity(asked(folder, 2))
+        adapters.use(asked(folder, 3, in_place=True))
+        adapters.use(asked(folder, 4, name="other"))
+        assert adapters.identity(asked(folder, 4, name="other"))
+
+    def test_when_the_prefix_cache_was_dropped_only_what_still_runs_counts(
+        self, tmp_path: Path, adapters: Adapters
+    ) -> None:
+        folder = make(tmp_path / "one")
+        adapters.use(asked(folder))
+        adapters.identity(asked(folder))
+        make(folder, b"new weights")
+        adapters.use(asked(folder, 2))
+        adapters.cache_dropped({1, 2})
+        with pytest.raises(ConfigError, match="other weights ran"):
+            adapters.identity(asked(folder, 2))
+        adapters.cache_dropped({2})
+        assert adapters.identity(asked(folder, 2))

@@ -326,9 +326,13 @@ class Ledger:
         """Whether, once its first ``computed`` tokens are computed, a chunk is complete that was not ordered saved.
 
         Tokens beyond those the engine has accepted, such as drafts, do not count. While a synchronous load is under way
-        none do: a rank does not know that another's failed, and what is computed from it is worth nothing.
+        none do: a rank does not know that another's failed, and what is computed from it is worth nothing. Nor does any
+        while its name is in doubt.
         """
-        return not self.loads_now(entry) and self._completes(entry, computed)
+        return not self._is_unsure(entry) and self._completes(entry, computed)
+
+    def _is_unsure(self, entry: Entry) -> bool:
+        return entry.doubted or self.loads_now(entry)
 
     def _completes(self, entry: Entry, computed: int) -> bool:
         return self.saves and entry.next_end <= entry.certain(computed)
@@ -383,7 +387,8 @@ class Ledger:
         """The engine finished or aborted the request, its first ``computed`` tokens being in these blocks.
 
         What its last step accepted was not certain when that step began: it is saved now. The last token of all is not
-        in the blocks, or not yet. If that step also loaded, what it computed is saved when every rank has told how.
+        in the blocks, or not yet. If that step also loaded, what it computed is saved when every rank has told how; if
+        its name is in doubt, when that is over.
         """
         was = entry.phase
         self._drop_lease(entry)
@@ -393,7 +398,7 @@ class Ledger:
             return Finish(hold=False)
         if entry.growth is not None:
             computed = min(computed, entry.growth.known_tokens - 1)
-        if self.loads_now(entry) and self._completes(entry, computed):
+        if self._is_unsure(entry) and self._completes(entry, computed):
             entry.held, entry.rest = True, (computed, block_ids)
             return Finish(hold=True)
         if entry.growth is not None and entry.next_chunk >= len(entry.chunks):
@@ -430,14 +435,24 @@ class Ledger:
                 entry.failed = True
                 entry.next_chunk = 0  # the pool has less than it said
                 entry.reason = outcome.reason or Reason.FAILED_LOAD
-            if entry.rest is not None:  # the request ended in this step, and its blocks are kept for this
-                if not entry.failed:
-                    self._save_late(entry, *entry.rest)
-                self._new_held.append(request_id)
-                entry.rest = None
+            self._end_rest(entry)
             if (end := self._sync.ended(request_id, outcome)) is not None:
                 ended.append((entry, end))
         return ended
+
+    def trust(self, entry: Entry) -> None:
+        """The name of a request in doubt holds."""
+        entry.doubted = False
+        self._end_rest(entry)
+
+    def _end_rest(self, entry: Entry) -> None:
+        """Save what a request had left when it ended, and let its blocks go after that, once it is sure whether to."""
+        if entry.rest is None or self._is_unsure(entry):
+            return
+        if not entry.failed:
+            self._save_late(entry, *entry.rest)
+        self._new_held.append(entry.request_id)
+        entry.rest = None
 
     def loaded(self, request_id: str, now: float) -> None:
         """Every rank has ended the request's load."""
@@ -473,6 +488,8 @@ class Ledger:
         entry.growth = None
         entry.next_chunk = 0
         entry.failed = True
+        entry.doubted = False
+        self._end_rest(entry)
         if entry.phase in (Phase.NEW, Phase.LOOKING, Phase.CLAIMABLE):
             self.settle(entry, reason)
 
@@ -513,7 +530,7 @@ class Ledger:
             assert (entry.phase is Phase.LOADING) <= (entry.claim is not None)
             assert entry.claim is None or entry.phase in (Phase.LOADING, Phase.ENDED)
             assert not entry.held or entry.phase is Phase.ENDED
-            assert entry.rest is None or (entry.held and self.loads_now(entry))
+            assert entry.rest is None or (entry.held and self._is_unsure(entry))
             assert entry.phase is not Phase.ENDED or entry.held or entry.claim is not None
             assert not self.loads_now(entry) or entry.phase in (Phase.LOADING, Phase.ENDED)
         leases = [entry.lease for entry in self._entries.values() if entry.lease] + self._releases

@@ -155,8 +155,11 @@ class Entry(Struct, kw_only=True):
     """By all ranks together."""
     held: bool = False
     """Finished, and the engine keeps its blocks for our saves."""
+    doubted: bool = False
+    """It is being looked at whether its name still holds: nothing of it is saved until that is known."""
     rest: tuple[int, Sequence[Sequence[int]]] | None = None
-    """Finished in the step of a synchronous load that is not reported yet: tokens computed, into which blocks."""
+    """Finished while it was not known whether it may be saved, after a synchronous load in this step or in doubt:
+    tokens computed, into which blocks."""
 
     @property
     def ticket(self) -> str | None:
