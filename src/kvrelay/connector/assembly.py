@@ -17,6 +17,7 @@ from kvrelay.connector.codec import FP8, PLAIN, Codec, find_codec
 from kvrelay.connector.config import ConnectorConfig, parse_extra_config
 from kvrelay.connector.device import DeviceLayer, Mirrors
 from kvrelay.connector.embedded import EmbeddedPool, serve_arguments
+from kvrelay.connector.engine_calls import EngineCalls
 from kvrelay.connector.facts import ModelFacts, read_model, refusals
 from kvrelay.connector.groups import read_shares
 from kvrelay.connector.layout import BlockKind, prove
@@ -202,8 +203,7 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
     parts = engine.by_pool()
     sides = {name: make(part) for name, part in parts.items()}
     side = SeveralSchedulers(sides) if config.pools else sides[""]
-    if adapters is not None:
-        compat.watch_adapters(vllm_config, adapters.loading)
+    compat.watch_engine(vllm_config, EngineCalls(side.sides, adapters))
     side.start()
     log.info("kvrelay: engine %s, %s, namespace %s", config.engine, engine.role, side.sides[0].namespace[:16])
     return side

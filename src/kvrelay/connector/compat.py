@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvrelay.connector.core.geometry import KvGroup
+    from kvrelay.connector.engine_calls import EngineCalls
     from kvrelay.connector.holds import Holds
     from kvrelay.connector.layout import WriteKernel
 
@@ -204,23 +205,59 @@ def adapter_folder(path: str) -> str:
     return str(get_adapter_absolute_path(path))
 
 
-def watch_adapters(config: VllmConfig, loading: Callable[[Adapter], None]) -> None:
-    """Have ``loading`` called whenever this process's engine is told to load an adapter, before it reads its files.
+LEAVES_WEIGHTS = frozenset({
+    "compute_weight_checksums", "get_encoder_timing_stats", "get_model_inspection", "init_weight_transfer_engine",
+    "save_tensorized_model", "shutdown_weight_transfer_engine", "update_max_model_len",
+})  # fmt: skip
+"""Of what vLLM itself has an engine's workers do by name: what leaves the weights as they are."""
 
-    vLLM tells connectors nothing of it, and without it nobody knows what the files held when they were read.
+
+def watch_engine(config: VllmConfig, calls: EngineCalls) -> None:
+    """Have ``calls`` told what this process's engine is told to do.
+
+    Whatever its workers are told to do by name may replace weights, be it vLLM's own way (``update_weights``,
+    ``reload_weights``) or that of somebody's worker extension: all that is not known to leave them counts. Sleep of
+    level 1 and pauses drop the caches and leave the weights; but into an engine that runs in its caller's process
+    anybody can reach, and replace them without a call that is seen here.
     """
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    original = EngineCore.add_lora
+    add_lora, collective_rpc, sleep = EngineCore.add_lora, EngineCore.collective_rpc, EngineCore.sleep
+    reset_caches, reset_prefix_cache = EngineCore._reset_caches, EngineCore.reset_prefix_cache
 
     # vLLM decodes what it is called with after the annotations of the method it finds: they must stay the original's.
-    @functools.wraps(original)
-    def add_lora(self: EngineCore, lora_request: LoRARequest) -> bool:
-        if (asked := adapter(lora_request, config)) is not None:
-            loading(asked)
-        return bool(original(self, lora_request))
+    @functools.wraps(add_lora)
+    def adding(self: EngineCore, lora_request: LoRARequest) -> bool:
+        if config.lora_config is not None and (asked := adapter(lora_request, config)) is not None:
+            calls.adapter_loading(asked)
+        return bool(add_lora(self, lora_request))
 
-    EngineCore.add_lora = add_lora
+    @functools.wraps(collective_rpc)
+    def having_done(self: EngineCore, method: Any, *args: Any, **more: Any) -> Any:
+        if not isinstance(method, str) or method not in LEAVES_WEIGHTS:
+            calls.weights_replaced(method if isinstance(method, str) else repr(method))
+        return collective_rpc(self, method, *args, **more)
+
+    @functools.wraps(sleep)
+    def sleeping(self: EngineCore, level: int = 1, *args: Any, **more: Any) -> Any:
+        if level > 1:
+            calls.weights_replaced(f"sleep of level {level}")
+        return sleep(self, level, *args, **more)
+
+    @functools.wraps(reset_caches)
+    def dropping(self: EngineCore, *args: Any, **more: Any) -> None:
+        with calls.dropping(weights_stay=isinstance(self, EngineCoreProc)):
+            reset_caches(self, *args, **more)
+
+    @functools.wraps(reset_prefix_cache)
+    def resetting(self: EngineCore, *args: Any, **more: Any) -> bool:
+        done = bool(reset_prefix_cache(self, *args, **more))
+        if done:
+            calls.prefix_cache_dropped()
+        return done
+
+    EngineCore.add_lora, EngineCore.collective_rpc, EngineCore.sleep = adding, having_done, sleeping
+    EngineCore._reset_caches, EngineCore.reset_prefix_cache = dropping, resetting
 
 
 def skip_reason(request: Request) -> Reason:

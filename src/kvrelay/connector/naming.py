@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.0009
-"""How long the scheduler may wait for names in one step, all requests together, and as long for adapters."""
+"""How long the scheduler may wait for names and adapters in one step, all requests together."""
 BUG = "kvrelay: a bug: a request has no name, the engine goes on"
 Digests: TypeAlias = "Callable[[int], Sequence[Extra]]"
 
@@ -61,12 +61,12 @@ class Naming:
         self._checks: dict[int, _Check] = {}
         """Of adapters, by number, that are under way or were done in this step."""
         self._told: set[tuple[int, str]] = set()
-        self._patience = self._patience_for_checks = WAIT_S
+        self._patience = WAIT_S
         self._thread: ThreadPoolExecutor | None = None
 
     def new_step(self) -> None:
         """From now on there is a step's patience again."""
-        self._patience = self._patience_for_checks = WAIT_S
+        self._patience = WAIT_S
         self._checks = {number: check for number, check in self._checks.items() if not check.future.done()}
 
     def begin(self, request_id: str, adapter: Adapter | None, digests: Digests | None) -> None:
@@ -99,7 +99,7 @@ class Naming:
         check = self._checks[adapter.number]
         began = self._clock()
         try:
-            check.future.result(self._patience_for_checks)
+            check.future.result(self._patience)
         except TimeoutError:
             if self._clock() < check.until:
                 return None
@@ -111,7 +111,7 @@ class Naming:
             self._tell(adapter, str(error))
             return False
         finally:
-            self._patience_for_checks = max(0.0, self._patience_for_checks - (self._clock() - began))
+            self._patience = max(0.0, self._patience - (self._clock() - began))
         return True
 
     def answer(self, request_id: str) -> Name | Reason | None:

@@ -124,6 +124,10 @@ class SchedulerSide:
         self._role = role
         self._clock = clock
         self.namespace = namespace(facts)
+        self.weights_stay = False
+        """Whether, while its caches are dropped, the engine is known to keep the weights it has."""
+        self._apart = False
+        """Whether nobody knows which weights the engine has, so that its namespace is its own."""
         self.evict = evict
         sync = sync_loads and tables.divisible
         self._ledger = Ledger(
@@ -395,7 +399,7 @@ class SchedulerSide:
         scheduled = list(scheduled)
         lost = self._ledger.preempted(preempted)
         for entry in map(self._ledger.entry, lost):
-            if entry is not None and entry.request_id in self._adapter_of:
+            if entry is not None and entry.chunks and entry.request_id in self._adapter_of:
                 entry.doubted = True
         self._end_doubts(scheduled)
         self._stop_adapters()
@@ -466,22 +470,45 @@ class SchedulerSide:
         return finish.hold
 
     def reset(self) -> bool:
-        """The engine drops its caches, perhaps because its weights were replaced.
+        """The engine drops its caches, as when its weights were replaced; False while a load is under way.
 
-        Nobody can know which weights it has from now on, so it takes a namespace of its own: it shares no KV with
-        others, nor with its own past, until it is restarted. False while a load is under way.
+        Unless it is known that they were not, nobody knows which weights it has.
         """
         idle = not self._ledger.loading
+        if not self.weights_stay or self._apart:
+            self._part("its caches were reset")
+        return idle
+
+    def weights_replaced(self, by: str) -> None:
+        """The engine's weights may be others from now on."""
+        self._part(f"{by} may have replaced its weights")
+
+    def prefix_cache_dropped(self) -> None:
+        """The engine's own prefix cache holds nothing any more.
+
+        If its weights may have been replaced before, KV of the old ones that was found there may have been saved since.
+        """
+        if self._apart:
+            self._part("its prefix cache was reset")
+
+    def _part(self, why: str) -> None:
+        """Take a namespace of its own: it shares no KV with others, nor with its own past, until it is restarted."""
         self._ledger.forget_keys()
         self._lookups.end_all()
         self._naming.end_all()
         self._prompts.clear()
+        self._leaving.clear()
         self._facts = {**self._facts, "weights": f"reset:{secrets.token_hex(16)}"}
         self.namespace = namespace(self._facts)
-        log.warning("kvrelay: caches were reset: this engine exchanges no KV with others until it is restarted")
+        log.log(
+            logging.DEBUG if self._apart else logging.WARNING,
+            "kvrelay: engine %s: %s: it exchanges no KV with others until it is restarted",
+            self._config.engine,
+            why,
+        )
+        self._apart = True
         self._outbox.tell(m.Register(0, self._config.engine, self._role, self.namespace, self._facts))
         self._send_releases()
-        return idle
 
     def close(self) -> None:
         """Disconnect; the pool forgets this engine and its leases."""

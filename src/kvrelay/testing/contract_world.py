@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrelay.connector.config import ConnectorConfig
 from kvrelay.connector.counters import Counters
+from kvrelay.connector.engine_calls import EngineCalls
 from kvrelay.connector.link import PoolLink
 from kvrelay.testing.bare_connector import BareScheduler, BareWorker
 from kvrelay.testing.contract_guard import SchedulerGuard, WorkerGuard
@@ -205,11 +206,15 @@ class ContractEngine:
 
     # --- other things that happen to engines ---
 
-    def nap(self, *, connector: bool) -> bool:
-        """Sleep and wake up: what the blocks held is gone. Whether it was allowed to sleep."""
+    def nap(self, *, weights_stay: bool = True) -> bool:
+        """Sleep and wake up: what the blocks held is gone. Whether it was allowed to sleep.
+
+        ``weights_stay``: it is known that they are what they were.
+        """
         self.settle()
-        if not self.scheduler.reset_prefix_cache(running=True, connector=connector):
-            return False
+        with EngineCalls([self.side], None).dropping(weights_stay=weights_stay):
+            if not self.scheduler.reset_prefix_cache(running=True, connector=True):
+                return False
         self.scheduler.lose_memory()
         return True
 

@@ -559,12 +559,23 @@ def test_a_reset_waits_for_loads_and_parts_with_everything_known(make_engine: Ma
 
 
 def test_an_engine_that_slept_loads_what_it_lost(make_engine: Make) -> None:
-    engine = make_engine()
-    serve(engine, "a", PROMPT)
-    assert engine.nap(connector=False)
-    engine.counters.take()
-    serve(engine, "b", PROMPT)
-    assert loaded(engine) in WHOLE
+    """1. It saves. 2. It sleeps, and keeps its weights. 3. What its blocks held is in the pool. 4. So is it not when
+    nobody knows its weights, nor after that."""
+    engine, names = make_engine(), iter("abcdef")
+
+    def loaded_then() -> float:
+        engine.counters.take()
+        serve(engine, next(names), PROMPT)
+        return loaded(engine)
+
+    loaded_then()
+    for _ in range(2):
+        assert engine.nap()
+        assert loaded_then() in WHOLE
+    assert engine.nap(weights_stay=False)
+    assert loaded_then() == 0
+    assert engine.nap()
+    assert loaded_then() == 0, "it may have found what other weights left"
 
 
 # --- time ---

@@ -164,7 +164,7 @@ class World:
         engine.scheduler.reset_prefix_cache(running=self.rng.random() < 0.7)
 
     def nap(self, engine: ContractEngine) -> None:
-        engine.nap(connector=self.rng.random() < 0.2)
+        engine.nap(weights_stay=self.rng.random() < 0.8)
 
     def trouble(self, engine: ContractEngine) -> None:
         if not self.troubled:

@@ -103,6 +103,14 @@ def test_embeddings_are_told_by_their_content() -> None:
     assert same(some, keys(request(prompt_embeds=other, prompt_is_token_ids=mixed))) == 2
 
 
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is watched of an engine is put back after the test."""
+    from vllm.v1.engine.core import EngineCore
+
+    for name in ("add_lora", "collective_rpc", "sleep", "_reset_caches", "reset_prefix_cache"):
+        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
+
+
 def test_the_engine_says_which_adapters_it_loads_before_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from vllm.config import LoRAConfig
@@ -118,9 +126,11 @@ def test_the_engine_says_which_adapters_it_loads_before_it_reads_them(monkeypatc
         order.append(asked.lora_name)
         return True
 
+    unwatched(monkeypatch)
     monkeypatch.setattr(EngineCore, "add_lora", add_lora)
     config: Any = SimpleNamespace(lora_config=LoRAConfig(lora_dtype=torch.float32))
-    compat.watch_adapters(config, order.append)
+    calls: Any = SimpleNamespace(adapter_loading=order.append)
+    compat.watch_engine(config, calls)
     asked = LoRARequest("sql", 3, "/adapters/sql", load_inplace=True)
     assert EngineCore.add_lora(object(), asked) is True
     assert order == [Adapter("sql", 3, "/adapters/sql", "torch.float32", in_place=True), "sql"]
@@ -157,9 +167,9 @@ def test_what_the_server_sends_the_engine_to_load_is_still_decoded(monkeypatch: 
 
     from kvrelay.connector import compat
 
-    monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)  # put back after the test
-    config: Any = SimpleNamespace()
-    compat.watch_adapters(config, lambda _: None)
+    unwatched(monkeypatch)
+    nobody: Any = None
+    compat.watch_engine(nobody, nobody)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(LoRARequest("sql", 3, "/adapters/sql")))
     assert isinstance(sent, list)
     (decoded,) = EngineCoreProc._convert_msgspec_args(MethodType(EngineCore.add_lora, object()), (sent,))
