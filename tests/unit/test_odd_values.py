@@ -161,7 +161,7 @@ def test_an_odd_variable_is_a_configuration_or_refused_in_words(
             monkeypatch.delenv(name)
         for name in ("KVRELAY_ENGINE_API_KEY", "KVRELAY_ROUTER_ADMIN_TOKEN", "KVRELAY_POOL_TOKEN"):
             monkeypatch.setenv(name, text)
-            words = [*ROUTER, "--pool", "unix:/pool", "--admin-port", "1"]
+            words = [*ROUTER, "--pool", "unix:/pool", "--admin-listen", "127.0.0.1:1"]
             found += outcome(f"{name}={text!r:.40}", lambda: check_router(parser.parse_args(words)))  # noqa: B023
             monkeypatch.delenv(name)
     assert found == []
@@ -222,7 +222,7 @@ def test_a_host_that_cannot_be_looked_up_is_a_reason_not_to_listen() -> None:
 
 def test_an_admin_api_is_asked_at_a_url_only() -> None:
     with pytest.raises(ConfigError, match="give http://HOST:PORT"):
-        ask("http://[::1", None, "GET", "/", flag="--admin")
+        ask("http://[::1", None, "GET", "/")
 
 
 def test_what_nobody_foresaw_is_one_line_and_the_log_has_the_traceback(

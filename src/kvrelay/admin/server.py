@@ -27,8 +27,8 @@ STOP_S = 2.0
 class AdminServer:
     """Serves an app on ``HOST:PORT`` from `start` to `stop`."""
 
-    def __init__(self, listen: str, *, flag: str = "--admin", who: str = "pool") -> None:
-        """Bind. ``flag``: what said so, and ``who``: whose it is, for messages.
+    def __init__(self, listen: str, *, who: str = "pool") -> None:
+        """Bind. ``who``: whose it is, for messages.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -41,7 +41,7 @@ class AdminServer:
             self._sock.listen(128)
         except OSError as error:
             self._sock.close()
-            raise ConfigError(f"{flag} {listen}: cannot listen there: {error.strerror or error}") from error
+            raise ConfigError(f"--admin-listen {listen}: cannot listen there: {error.strerror or error}") from error
         self._host = address.host
         self._who = who
         self._thread: threading.Thread | None = None

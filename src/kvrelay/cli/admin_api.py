@@ -12,8 +12,8 @@ from kvrelay.hosts import is_host, split_url
 TIMEOUT_S = 15.0
 
 
-def ask(url: str, token: str | None, method: str, path: str, body: object = None, *, flag: str) -> dict[str, Any]:
-    """What the API at ``url`` answers. ``body``: sent as JSON; ``flag``: what a server is started with to have one.
+def ask(url: str, token: str | None, method: str, path: str, body: object = None) -> dict[str, Any]:
+    """What the API at ``url`` answers. ``body``: sent as JSON.
 
     Raises:
         ConfigError: the URL cannot be an admin API's.
@@ -39,7 +39,7 @@ def ask(url: str, token: str | None, method: str, path: str, body: object = None
         said: dict[str, Any] = json.loads(answer.read())
         problem = said["error"] if answer.status >= 400 else None
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
-        raise PoolUnavailableError(f"no admin API answers at {url}: {error}; start it with {flag}") from error
+        raise PoolUnavailableError(f"no admin API answers at {url}: {error}; start it with --admin-listen") from error
     finally:
         connection.close()
     if problem is None:

@@ -48,6 +48,6 @@ def _held(state: dict[str, int]) -> str:
 
 def _ask(url: str, method: str, token: str | None) -> dict[str, int]:
     try:
-        return ask(url, token, method, "/drain", flag="--admin")
+        return ask(url, token, method, "/drain")
     except UnauthorizedError as error:
         raise UnauthorizedError(f"{error} (--admin-token-file)") from None

@@ -155,4 +155,4 @@ def _wait(args: argparse.Namespace, done: Any) -> dict[str, Any]:
 
 def _ask(args: argparse.Namespace, method: str, path: str, body: object = None) -> dict[str, Any]:
     token = read_token(args.admin_token_file, TOKEN_VARIABLE)
-    return ask(args.admin, token, method, path, body, flag="--admin-port")
+    return ask(args.admin, token, method, path, body)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import argparse
 
 _DEFAULTS = Resilience()
-_ADMIN = AdminSettings()
 
 
 def add_arguments(serve: argparse.ArgumentParser) -> None:
@@ -37,10 +36,9 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
         help="how long to serve on when stopped, with a /health that says so (%(default)g)",
     )  # fmt: skip
     serve.add_argument(
-        "--admin-port", type=int, metavar="N", help="port of the admin HTTP API, 0 for a free one (no admin API)"
-    )
-    serve.add_argument(
-        "--admin-host", default=_ADMIN.host, help="address it listens on (%(default)s); keep it on loopback"
+        "--admin-listen",
+        metavar="HOST:PORT",
+        help="where the admin HTTP API listens (no admin API); keep it on loopback",
     )
     serve.add_argument(
         "--admin-token-file", metavar="FILE", help=f"file with the bearer token it asks for (or {TOKEN_VARIABLE})"
@@ -60,4 +58,4 @@ def settings_of(args: argparse.Namespace) -> Resilience:
 
 def admin_of(args: argparse.Namespace) -> AdminSettings:
     """What was given."""
-    return AdminSettings(port=args.admin_port, host=args.admin_host, token_file=args.admin_token_file)
+    return AdminSettings(listen=args.admin_listen, token_file=args.admin_token_file)

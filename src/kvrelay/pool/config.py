@@ -200,7 +200,7 @@ def _contradictions(settings: PoolSettings) -> Iterator[str]:
     yield from _tls_problems(settings)
     yield from _tenant_problems(settings)
     if admin.listen is None and admin.token_file is not None:
-        yield "admin.token_file has no effect without admin.listen: give --admin HOST:PORT"
+        yield "admin.token_file has no effect without admin.listen: give --admin-listen HOST:PORT"
     if admin.listen is not None and admin.token_file is None and not is_loopback(parse_host_port(admin.listen).host):
         yield (
             f"admin.listen = {admin.listen!r} can be reached from other hosts and asks for no token: "

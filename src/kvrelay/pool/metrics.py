@@ -49,21 +49,21 @@ STATS = {
     "evictable_bytes": _gauge("evictable_bytes", "Bytes of sealed objects that nothing protects"),
     "lingering_bytes": _gauge("lingering_bytes", "Bytes of objects that are gone and may still be touched"),
     "objects": _gauge("objects", "Sealed objects"),
-    "unsealed": _gauge("unsealed_objects", "Objects being written"),
+    "unsealed": _gauge("unsealed", "Objects being written"),
     "leases": _gauge("leases", "Read leases"),
     "leased_objects": _gauge("leased_objects", "Objects protected by a lease, a ticket or a transfer"),
     "pinned_objects": _gauge("pinned_objects", "Objects protected by a pin"),
     "tickets": _gauge("tickets", "Open tickets"),
-    "waiting": _gauge("waiting_requests", "Requests that are answered when something happens"),
-    "sending": _gauge("sending_answers", "Answers whose bytes are on their way"),
+    "waiting": _gauge("waiting", "Requests that are answered when something happens"),
+    "sending": _gauge("sending", "Answers whose bytes are on their way"),
     "connections": _gauge("connections", "Connections that said hello"),
     "engines": _gauge("engines", "Registered engines"),
     "index_bytes": _gauge("index_bytes", "Shared memory of the indexes clients of this host look keys up in"),
     "lookups": _counter("lookups", "Lookups clients made there without asking the pool"),
     "requests": _counter("requests", "Requests handled"),
-    "errors": _counter("request_errors", "Requests answered with an error"),
-    "matched": _counter("hits", "Keys asked for that were there, by tier", tier="dram"),
-    "missed": _counter("misses", "Keys asked for that were nowhere"),
+    "request_errors": _counter("request_errors", "Requests answered with an error"),
+    "hits": _counter("hits", "Keys asked for that were there, by tier", tier="dram"),
+    "misses": _counter("misses", "Keys asked for that were nowhere"),
     "sealed": _counter("sealed", "Objects that became whole"),
     "aborted": _counter("aborted", "Objects given up before they were whole"),
     "evicted_for_room": _counter("evictions", "Objects evicted, by reason", reason="room"),
@@ -73,12 +73,14 @@ STATS = {
     "expired_objects": _counter("removed", "Objects forgotten for other reasons", reason="expired"),
     "deleted": _counter("removed", "Objects forgotten for other reasons", reason="deleted"),
     "purged": _counter("removed", "Objects forgotten for other reasons", reason="purged"),
-    "full": _counter("refused", "Objects refused for want of room"),
-    "turned_away": _counter("connections_refused", "Connections refused because their tenant has as many as it may"),
+    "refused": _counter("refused", "Objects refused for want of room"),
+    "connections_refused": _counter(
+        "connections_refused", "Connections refused because their tenant has as many as it may"
+    ),
     "corrupt": _counter("corrupt", "Objects found not to match their checksum"),
-    "expired": _counter("lapsed", "Leases and tickets that ran past their deadline"),
+    "expired_leases": _counter("expired_leases", "Leases and tickets that ran past their deadline"),
 }
-"""By the number's name in `stat`."""
+"""By the number's name in `stat`, which is the metric's too where it has no labels."""
 ELSEWHERE = {"evictions", "draining", "received_bytes", "sent_bytes"}
 """Numbers of `stat` that are sums of metrics, or metrics of their own."""
 FRAGMENTATION = _gauge(

@@ -187,8 +187,6 @@ def flag_of(path: str) -> str | None:
         return None
     if path == "tiers":
         return "--tier"
-    if path == "admin.listen":
-        return "--admin"
     return "--" + path.removesuffix("_s").replace("watermarks.", "watermark.").replace(".", "-").replace("_", "-")
 
 

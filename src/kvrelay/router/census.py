@@ -51,4 +51,4 @@ class Census:
         elif self.mismatches and not mismatches:
             logger.info("all registered engines can exchange KV now")
         self.mismatches = mismatches
-        self._metrics.engines_apart.set(len(apart))
+        self._metrics.kv_mismatches.set(len(apart))

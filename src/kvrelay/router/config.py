@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvrelay.client.token import read_token
 from kvrelay.errors import BadRequestError, ConfigError
-from kvrelay.hosts import in_address, is_host
+from kvrelay.hosts import is_host
 from kvrelay.profiles.needs import needs_of
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.core.admin import TOKEN_VARIABLE, Admin, AdminSettings
@@ -23,6 +23,7 @@ from kvrelay.router.engine_tls import engine_tls_problems
 from kvrelay.router.entrance.settings import EntranceConfig, EntranceSettings, check_entrance
 from kvrelay.router.tracing import tracing_problem
 from kvrelay.transport.address import parse_address as parse_pool_address
+from kvrelay.transport.address import parse_host_port
 from kvrelay.transport.tls import TlsConfig
 from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 from kvrelay.wire.limits import MAX_LEASE_S
@@ -268,10 +269,16 @@ def _admin(settings: AdminSettings, problems: list[str]) -> Admin | None:
         token = read_token(settings.token_file, TOKEN_VARIABLE)
     except ConfigError as error:
         problems += [f"--admin-token-file: {problem}" for problem in error.problems]
-    problems += settings.problems(token)
-    if settings.port is None:
+    if settings.listen is None:
+        problems += settings.problems(None, token)
         return None
-    return Admin(listen=f"{in_address(settings.host)}:{settings.port}", token=token)
+    try:
+        host = parse_host_port(settings.listen).host
+    except ConfigError as error:
+        problems += [f"--admin-listen: {problem}" for problem in error.problems]
+        return None
+    problems += settings.problems(host, token)
+    return Admin(listen=settings.listen, token=token)
 
 
 def pool_addresses(pool: str) -> list[str]:

@@ -123,8 +123,8 @@ class RouterMetrics:
         self.circuit_open = gauge(
             "kvrelay_router_circuit_open", "1 while the pool is too slow to be asked for tickets", merged="max"
         )
-        self.engines_apart = gauge(
-            "kvrelay_router_engines_apart",
+        self.kv_mismatches = gauge(
+            "kvrelay_router_kv_mismatches",
             "Engines that can exchange KV with none of those they are meant for",
             merged="max",
         )
@@ -137,9 +137,7 @@ class RouterMetrics:
             "Spans made, and what became of them: sent to the collector, or refused by it",
             ("result",),
         )
-        self.turned_away = counter(
-            "kvrelay_router_turned_away", "Requests refused at the entrance, by reason", ("reason",)
-        )
+        self.refused = counter("kvrelay_router_refused", "Requests refused at the entrance, by reason", ("reason",))
         self.waiting = gauge("kvrelay_router_waiting", "Requests that wait for a slot")
         self.admitted = gauge("kvrelay_router_admitted", "Requests that have a slot")
         self.wait_seconds = histogram(

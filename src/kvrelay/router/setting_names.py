@@ -31,8 +31,7 @@ _NAMES = {
     "engine_tls.cert": "engine_tls_cert",
     "engine_tls.key": "engine_tls_key",
     "engine_tls.server_name": "engine_tls_name",
-    "admin.host": "admin_host",
-    "admin.port": "admin_port",
+    "admin.listen": "admin_listen",
     "admin.token": "admin_token_file",
 }
 """Those that are called otherwise than in a configuration, by their paths in it."""
@@ -62,8 +61,7 @@ def _leaves(struct: Struct, before: str) -> dict[str, Any]:
     for field in struct.__struct_fields__:
         path, value = f"{before}{field}", getattr(struct, field)
         if isinstance(value, Admin):
-            host, _, port = value.listen.rpartition(":")
-            found |= {f"{path}.host": host, f"{path}.port": port, f"{path}.token": value.token}
+            found |= {f"{path}.listen": value.listen, f"{path}.token": value.token}
         elif isinstance(value, Struct) and path not in _NONE:
             found |= _leaves(value, f"{path}.")
         elif value is not None:

@@ -220,7 +220,7 @@ def test_every_key_asked_for_is_counted_once(client: Client) -> None:
         before = client.do("stat")
         client.do(operation, *asked)
         after = client.do("stat")
-        return after["matched"] - before["matched"], after["missed"] - before["missed"]
+        return after["hits"] - before["hits"], after["misses"] - before["misses"]
 
     assert counted("get", b"a") == (1, 0)
     assert counted("get", b"b") == (1, 0)

@@ -287,7 +287,7 @@ def test_an_aborted_request_leaves_no_lease_though_its_answer_is_on_its_way_and_
     with hung(pool):
         side.new()
         assert side.finished("r") is False
-    settled(lambda: client.stat()["matched"] == 2)
+    settled(lambda: client.stat()["hits"] == 2)
     settled(lambda: client.stat()["leases"] == 0)
 
 
@@ -459,7 +459,7 @@ class TestPoolTrouble:
             counted = side._counters.take()
             assert (counted["lookups_timed_out"], counted["lookups_skipped"]) == (1, 1)
             assert counted["recomputed_timeout"] == 100
-        settled(lambda: client.stat()["matched"] == 4)
+        settled(lambda: client.stat()["hits"] == 4)
         settled(lambda: client.stat()["leases"] == 1)
         side.new("third")
         assert side.ask("third") == (100, True)

@@ -133,12 +133,12 @@ def test_what_the_router_would_miss_when_it_starts_is_told_before_any_engine_is_
     model: Path, tmp_path: Path, busy_port: int
 ) -> None:
     lines = refusals(
-        "up", model, "--port", "18993", "--router-access-log", tmp_path / "none" / "log", "--router-admin-port",
-        busy_port, "--router-policy", "kv-aware", f"--router-args=--tokenizer {tmp_path / 'nowhere'}",
+        "up", model, "--port", "18993", "--router-access-log", tmp_path / "none" / "log", "--router-admin-listen",
+        f"127.0.0.1:{busy_port}", "--router-policy", "kv-aware", f"--router-args=--tokenizer {tmp_path / 'nowhere'}",
     )  # fmt: skip
     for problem in (
         f"router: --router-access-log {tmp_path}/none/log cannot be written: No such file or directory",
-        f"router: --router-admin-port 127.0.0.1:{busy_port}: cannot listen there: ",
+        f"router: --router-admin-listen 127.0.0.1:{busy_port}: cannot listen there: ",
         "router: --tokenizer",
     ):
         assert any(line.startswith(problem) for line in lines), (problem, lines)

@@ -256,10 +256,10 @@ def test_a_port_in_use_is_named() -> None:
     assert "in use" in done.stderr
 
 
-@pytest.mark.parametrize("flag", ["--listen", "--admin"])
+@pytest.mark.parametrize("flag", ["--listen", "--admin-listen"])
 def test_a_pool_that_cannot_be_all_it_is_asked_for_leaves_no_socket(flag: str, tmp_path: Path) -> None:
     path = tmp_path / "pool.sock"
-    other = ["--listen", "none"] if flag == "--admin" else []
+    other = ["--listen", "none"] if flag == "--admin-listen" else []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         done = run("serve", "--size", "1MiB", "--unix", str(path), *other, flag, where)

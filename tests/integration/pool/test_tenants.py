@@ -83,7 +83,7 @@ def test_a_client_learns_which_bound_it_reached(tmp_path: Path, where: str) -> N
             client.write_ranges(b"d", 8, [(0, b"12345678")], segment_bytes=8)
         with pytest.raises(PoolFullError, match=r"tenant 'small' may have 1 connections \(max_connections\)"):
             PoolClient.connect(pool.tcp, name="one too many", token="1")
-        assert client.stat()["turned_away"] == 1
+        assert client.stat()["connections_refused"] == 1
 
 
 async def test_an_asynchronous_client_over_the_limit_is_refused_too(tmp_path: Path) -> None:

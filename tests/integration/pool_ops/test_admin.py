@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def pool(serve: Serve, tmp_path: Path) -> Served:
     (tmp_path / "admin-token").write_text("sesame")
-    return serve("--admin", "127.0.0.1:0", "--admin-token-file", str(tmp_path / "admin-token"))
+    return serve("--admin-listen", "127.0.0.1:0", "--admin-token-file", str(tmp_path / "admin-token"))
 
 
 @pytest.fixture

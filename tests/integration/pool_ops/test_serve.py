@@ -96,9 +96,9 @@ def test_what_cannot_work_ends_it_with_status_2_and_every_problem(kvrelay: Comma
 def test_the_admin_port_in_use_is_told_before_the_pool_is_ready(kvrelay: Command, serve: Serve) -> None:
     pool = serve()
     listen = f"127.0.0.1:{pool.port}"
-    done = kvrelay("pool", "serve", "--size", "1MiB", "--listen", "127.0.0.1:0", "--admin", listen)
+    done = kvrelay("pool", "serve", "--size", "1MiB", "--listen", "127.0.0.1:0", "--admin-listen", listen)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"--admin {listen}: cannot listen there: Address already in use" in done.stderr
+    assert f"--admin-listen {listen}: cannot listen there: Address already in use" in done.stderr
 
 
 def test_an_idle_pool_ends_at_once(serve: Serve) -> None:

@@ -68,12 +68,12 @@ async def test_engines_that_cannot_exchange_kv_are_told_once_and_served_all_the_
     view = await health_when(port, 1)
     sentence = "P0 and D0 cannot exchange KV: kv dtype is float32 on P0 and bfloat16 on D0"
     assert (view["status"], view["kv_mismatches"]) == ("ok", [sentence])
-    assert "kvrelay_router_engines_apart 2.0" in (await get(port, "/metrics")).body.decode()
+    assert "kvrelay_router_kv_mismatches 2.0" in (await get(port, "/metrics")).body.decode()
     await decode.close()
     await health_when(port, 0)
     decode = await register(pool, "D0", "a", kv_dtype="float32", layers="4")
     assert (await get(port, "/health")).json["kv_mismatches"] == []
-    assert "kvrelay_router_engines_apart 0.0" in (await get(port, "/metrics")).body.decode()
+    assert "kvrelay_router_kv_mismatches 0.0" in (await get(port, "/metrics")).body.decode()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert errors == [f"prompts are computed again on the decode side: {sentence}"]
     for client in (prefill, decode, other):

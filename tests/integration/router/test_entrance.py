@@ -229,7 +229,7 @@ async def test_secrets_are_neither_logged_nor_measured(
         await post(service.port, COMPLETIONS, ASK, headers=bearer(number))
     text = (await get(service.port, "/metrics")).body.decode()
     assert 'kvrelay_router_key_requests_total{key="key1",outcome="ok"} 1.0' in text
-    assert 'kvrelay_router_turned_away_total{reason="invalid_api_key"} 1.0' in text
+    assert 'kvrelay_router_refused_total{reason="invalid_api_key"} 1.0' in text
     for shown in (secret_of(1), secret_of(2), "sk-kvr"):
         assert shown not in text
         assert shown not in caplog.text
@@ -421,7 +421,7 @@ async def test_one_key_that_floods_does_not_starve_another(engine: Any, router: 
     modest = people.ask("modest", bearer(2))  # in a full queue: room is made for it
 
     async def turned_away() -> bool:
-        return await figure(people.port, 'kvrelay_router_turned_away_total{reason="queue_full"}') == 1
+        return await figure(people.port, 'kvrelay_router_refused_total{reason="queue_full"}') == 1
 
     await until(turned_away)
     order = await people.served(2)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 256 * KIB
-ADMIN = ("--admin", "127.0.0.1:0")
+ADMIN = ("--admin-listen", "127.0.0.1:0")
 
 
 def content(number: int, size: int = SIZE) -> bytes:

@@ -298,14 +298,14 @@ def test_the_router_is_told_how_long_requests_may_take_and_how_it_is_to_end() ->
     given: dict[str, object] = {
         "router.request_timeout_s": "300",
         "router.drain_notice_s": "5",
-        "router.admin_port": "8001",
+        "router.admin_listen": "127.0.0.1:8001",
     }
     router = spec(plan_of(given), "router")
     assert after(router, "--request-timeout") == "300.0"
     assert after(router, "--drain-notice") == "5.0"
-    assert after(router, "--admin-port") == "8001"
+    assert after(router, "--admin-listen") == "127.0.0.1:8001"
     assert router.grace_s == spec(plan_of(), "router").grace_s + 5
-    assert after(spec(plan_of({**given, "router.workers": "2"}), "router"), "--admin-port") == "8001"
+    assert after(spec(plan_of({**given, "router.workers": "2"}), "router"), "--admin-listen") == "127.0.0.1:8001"
 
 
 def test_the_router_is_told_where_to_send_requests() -> None:

@@ -73,7 +73,7 @@ def test_what_cannot_be_taken_is_dropped_and_the_rest_of_the_batch_is_stored() -
     assert list(reply.states) == [Stored.PRESENT, Stored.STORED, Stored.BUSY, Stored.CONFLICT, Stored.FULL]
     assert d.there(2, *keys, b"full") == [True, True, False, True, False]
     d.ask(3, m.Abort(0, [grant.handle]), m.Done)
-    assert d.core.stats()["full"] == 1
+    assert d.core.stats()["refused"] == 1
 
 
 def test_a_batch_of_which_nothing_can_be_taken_is_answered_before_its_bytes_arrive() -> None:

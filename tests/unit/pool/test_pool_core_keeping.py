@@ -98,7 +98,7 @@ def test_a_tenant_over_its_quota_evicts_its_own_and_is_full_when_that_is_leased(
     assert d.announce(3, b"d")[0].state == "full"
     assert d.there(2, *names(4)) == [True] * 4
     stats = d.core.stats()
-    assert (stats["evicted_for_quota"], stats["evicted_for_room"], stats["full"]) == (1, 0, 2)
+    assert (stats["evicted_for_quota"], stats["evicted_for_room"], stats["refused"]) == (1, 0, 2)
     d.core.set_quota("two", quota_bytes=3 * PAGE)
     assert list(d.put(3, b"d")) == [Stored.STORED]
     uses = {use.name: use for use in d.core.tenant_uses()}
@@ -152,7 +152,7 @@ def test_a_tenant_with_all_its_connections_is_told_so_and_let_in_when_one_is_gon
     core.disconnected(1, 0.0)
     assert isinstance(hello(5, "2"), m.Welcome)
     assert core.set_quota("two", max_connections=1) == Quota(max_connections=1)
-    assert core.stats()["turned_away"] == 1
+    assert core.stats()["connections_refused"] == 1
     assert [use.connections for use in core.tenant_uses()] == [1, 2], "who is in stays"
     assert isinstance(hello(6, "2"), m.Failed)
     core.check_integrity()

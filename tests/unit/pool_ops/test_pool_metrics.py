@@ -28,6 +28,11 @@ def samples(control: FakeControl, latencies: Latencies | None = None, traffic: T
     }
 
 
+def test_a_number_and_its_metric_have_one_name() -> None:
+    for name, metric in STATS.items():
+        assert metric.name == f"kvrelay_pool_{name}" or metric.labels
+
+
 def test_every_number_of_stat_is_a_metric(control: FakeControl) -> None:
     assert set(control.values) - ELSEWHERE == set(STATS)
 

@@ -128,7 +128,7 @@ def test_what_differs_is_called_as_in_the_file(file: Path) -> None:
     )  # fmt: skip
     names = [name for _, name in differences(old, new)]
     live = ["prefill", "decode_timeout", "retry_share", "drain_notice"]
-    fixed = ["max_body_mib", "policy", "admin_host", "admin_port", "admin_token_file"]
+    fixed = ["max_body_mib", "policy", "admin_listen", "admin_token_file"]
     assert sorted(names) == sorted(live + fixed)
     assert [problem.partition(" ")[0] for problem in fixed_problems(old, new)] == [n for n in names if n in fixed]
 
@@ -175,9 +175,12 @@ def test_a_worker_that_starts_later_begins_with_what_the_others_have_gone_over_t
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--admin-port", "70000"], "--admin-port 70000 is not a port"),
-        (["--admin-port", "0", "--admin-host", "0.0.0.0"], "asks for no token"),
-        (["--admin-token-file", "/dev/null", "--admin-port", "0"], "is empty"),
+        (
+            ["--admin-listen", "127.0.0.1:70000"],
+            "--admin-listen: address '127.0.0.1:70000' is not HOST:PORT with a port",
+        ),
+        (["--admin-listen", "0.0.0.0:0"], "asks for no token"),
+        (["--admin-token-file", "/dev/null", "--admin-listen", "127.0.0.1:0"], "is empty"),
     ],
 )
 def test_an_admin_api_that_cannot_be_is_refused(file: Path, flags: list[str], says: str) -> None:
@@ -187,7 +190,7 @@ def test_an_admin_api_that_cannot_be_is_refused(file: Path, flags: list[str], sa
 
 def test_the_admin_token_is_not_shown(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
-    config = load(file, GOOD, "--admin-port", "0", "--admin-host", "0.0.0.0")
+    config = load(file, GOOD, "--admin-listen", "0.0.0.0:0")
     assert config.admin is not None
     assert config.admin.token == "sesame"
     assert "sesame" not in repr(config.admin)
@@ -219,7 +222,7 @@ def test_what_is_secret_is_not_shown(
     token = tmp_path / "token"
     token.write_text("hush-file")
     file.write_text(GOOD + 'otlp_endpoint = "http://me:hush-password@collector:4318"')
-    flags = ["--config", str(file), "--admin-token-file", str(token), "--admin-port", "8001"]
+    flags = ["--config", str(file), "--admin-token-file", str(token), "--admin-listen", "127.0.0.1:8001"]
     args = build_parser().parse_args(["router", "config", *flags])
     assert args.run(args) == 0
     shown = capsys.readouterr().out

@@ -150,8 +150,8 @@ class RouterSettings(Settings):
     drain_notice_s: float = Field(
         default=0.0, ge=0, le=3600, description="seconds the router serves on at the end, and says so in /health"
     )
-    admin_port: Port | None = Field(
-        default=None, description="port of the router's admin API on 127.0.0.1 (docs/router-operations.md)"
+    admin_listen: str | None = Field(
+        default=None, description="HOST:PORT of the router's admin API (docs/router-operations.md)"
     )
     access_log: str | None = Field(
         default=None, description="file for one line of JSON for each request, or - for standard output"
@@ -176,7 +176,7 @@ class RouterSettings(Settings):
         given = (
             ("--request-timeout", self.request_timeout_s),
             ("--drain-notice", self.drain_notice_s),
-            ("--admin-port", self.admin_port),
+            ("--admin-listen", self.admin_listen),
         )
         return tuple(word for flag, value in given if value for word in (flag, str(value)))
 

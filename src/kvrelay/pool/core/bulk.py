@@ -125,7 +125,7 @@ class Bulk:
             raise BadRequestError(str(error)) from None
         why = ""
         if full := states.count(_NO_ROOM):
-            self._desk.counters.full += full
+            self._desk.counters.refused += full
             size = memoryview(request.sizes).cast("Q")[states.index(_NO_ROOM)]
             why = self._upkeep.quotas.why_full(conn.tenant, size)
         ticket = self._tickets.get(conn, request.ticket)

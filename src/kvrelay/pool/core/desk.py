@@ -144,7 +144,7 @@ class Desk:
 
     def fail(self, conn: int, request: int, error: KvRelayError) -> None:
         """Answer with an error."""
-        self.counters.errors += 1
+        self.counters.request_errors += 1
         self.send(conn, m.Failed(request, error.code, str(error)))
 
     def check_open(self) -> None:

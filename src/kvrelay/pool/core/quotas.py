@@ -78,7 +78,7 @@ class Quotas:
         """
         most = self._quotas[tenant].max_connections
         if most is not None and desk.connections_of(tenant) >= most:
-            desk.counters.turned_away += 1
+            desk.counters.connections_refused += 1
             raise PoolFullError(
                 f"tenant {self._tenants[tenant].name!r} may have {most} connections (max_connections) and has them "
                 "all: close one, or have its limit raised"

@@ -123,8 +123,8 @@ class Reading:
 
     def count(self, found: int, asked: int) -> None:
         """Count keys found and missed."""
-        self._desk.counters.matched += found
-        self._desk.counters.missed += asked - found
+        self._desk.counters.hits += found
+        self._desk.counters.misses += asked - found
 
     def lease(self, conn: Connection, request: int, column: bytes, deadline: float) -> int:
         """Lease a column of rows; its handle, 0 for none.
@@ -169,7 +169,7 @@ class Reading:
 
     def lease_expired(self, lease: Lease) -> None:
         """End a lease at its deadline."""
-        self._desk.counters.expired += 1
+        self._desk.counters.expired_leases += 1
         self.drop(lease, LeaseExpiredError(f"lease {lease.handle} ran past its deadline"))
 
     def drop(self, lease: Lease, error: KvRelayError) -> None:

@@ -19,10 +19,10 @@
 ``index_bytes``           shared memory of the indexes clients of this host look keys up in
 ``draining``              1 while nothing new is taken in, else 0
 ``requests``              counter: requests handled
-``errors``                counter: requests answered with `Failed`
+``request_errors``        counter: requests answered with `Failed`
 ``lookups``               counter: lookups clients made in these without asking: no requests, nor in the latencies
-``matched``               counter: keys found by `Match`, `Locate`, `Get`, `CountPrefix`, and lookups that count
-``missed``                counter: keys they did not find
+``hits``                  counter: keys found by `Match`, `Locate`, `Get`, `CountPrefix`, and lookups that count
+``misses``                counter: keys they did not find
 ``sealed``                counter: objects sealed
 ``aborted``               counter: objects given up unsealed
 ``evictions``             counter: objects evicted, for any of the next three reasons
@@ -33,10 +33,10 @@
 ``expired_objects``       counter: objects that outlived their time to live
 ``deleted``               counter: objects forgotten by `Delete`
 ``purged``                counter: objects forgotten by a purge
-``full``                  counter: objects refused for want of room
-``turned_away``           counter: connections refused because their tenant has as many as it may
+``refused``               counter: objects refused for want of room
+``connections_refused``   counter: connections refused because their tenant has as many as it may
 ``corrupt``               counter: objects found not to match their checksum
-``expired``               counter: leases and tickets that ran past their deadline
+``expired_leases``        counter: leases and tickets that ran past their deadline
 ``received_bytes``        counter: payload received
 ``sent_bytes``            counter: payload sent
 ========================  =========================================================================
@@ -56,13 +56,13 @@ class Counters(Struct):
     """The counters the pool keeps itself; the rest follows from its state."""
 
     requests: int = 0
-    errors: int = 0
-    matched: int = 0
-    missed: int = 0
-    full: int = 0
-    turned_away: int = 0
+    request_errors: int = 0
+    hits: int = 0
+    misses: int = 0
+    refused: int = 0
+    connections_refused: int = 0
     corrupt: int = 0
-    expired: int = 0
+    expired_leases: int = 0
     deleted: int = 0
     purged: int = 0
     received_bytes: int = 0
@@ -76,7 +76,7 @@ _MOST_TOLD = 1 << 48
 def collect(core: PoolCore) -> dict[str, int]:
     """All of them, now."""
     counts, desk, looked_up = core.catalog.counts(), core.desk, core.catalog.looked_up()
-    lookups, matched, missed = (min(told, _MOST_TOLD) for told in looked_up[1:])
+    lookups, hits, misses = (min(told, _MOST_TOLD) for told in looked_up[1:])
     counters, connections = desk.counters, desk.connections.values()
     at_watermark = core.upkeep.evicted_at_watermark
     for_room = counts.evicted_for_room + core.upkeep.evicted_clean
@@ -100,10 +100,10 @@ def collect(core: PoolCore) -> dict[str, int]:
         "index_bytes": looked_up.index_bytes,
         "draining": int(desk.draining),
         "requests": counters.requests,
-        "errors": counters.errors,
+        "request_errors": counters.request_errors,
         "lookups": lookups,
-        "matched": counters.matched + matched,
-        "missed": counters.missed + missed,
+        "hits": counters.hits + hits,
+        "misses": counters.misses + misses,
         "sealed": core.store.sealed_total,
         "aborted": core.store.aborted_total,
         "evictions": for_room + for_quota + at_watermark,
@@ -114,10 +114,10 @@ def collect(core: PoolCore) -> dict[str, int]:
         "expired_objects": core.upkeep.expired_objects,
         "deleted": counters.deleted,
         "purged": counters.purged,
-        "full": counters.full,
-        "turned_away": counters.turned_away,
+        "refused": counters.refused,
+        "connections_refused": counters.connections_refused,
         "corrupt": counters.corrupt,
-        "expired": counters.expired,
+        "expired_leases": counters.expired_leases,
         "received_bytes": counters.received_bytes,
         "sent_bytes": counters.sent_bytes,
     }

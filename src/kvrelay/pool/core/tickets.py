@@ -167,7 +167,7 @@ class Tickets:
 
     def expired(self, ticket: Ticket) -> None:
         """End a ticket at its deadline."""
-        self._desk.counters.expired += 1
+        self._desk.counters.expired_leases += 1
         self.drop(ticket)
 
     def drop(self, ticket: Ticket) -> None:

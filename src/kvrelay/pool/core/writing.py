@@ -164,7 +164,7 @@ class Writing:
         if row is None:
             entry = self.store.begin(conn.tenant, spec, group, deadline)
             if entry is None:
-                self._desk.counters.full += 1
+                self._desk.counters.refused += 1
                 return m.Grant("full"), None
         elif self._catalog.state(row) is State.SEALED:
             self._catalog.touch(row)

@@ -111,9 +111,9 @@ def bind(admin: Admin) -> AdminServer:
         from kvrelay.admin.server import AdminServer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--admin-port needs the package {error.name}: pip install 'kvrelay[admin]', or leave it out"
+            f"--admin-listen needs the package {error.name}: pip install 'kvrelay[admin]', or leave it out"
         ) from None
-    return AdminServer(admin.listen, flag="--admin-port", who="router")
+    return AdminServer(admin.listen, who="router")
 
 
 def told_of(server: AdminServer | None) -> str:

@@ -17,23 +17,19 @@ TOKEN_VARIABLE = "KVRELAY_ROUTER_ADMIN_TOKEN"  # noqa: S105 - the variable's nam
 class AdminSettings(Struct, frozen=True, kw_only=True):
     """As given."""
 
-    port: int | None = None
-    """None: there is no admin API; 0: any free port."""
-    host: str = "127.0.0.1"
+    listen: str | None = None
+    """HOST:PORT, 0 for any free port; None: there is no admin API."""
     token_file: str | None = None
 
-    def problems(self, token: str | None) -> Iterator[str]:
-        """What cannot be, as one line each. ``token``: from the file or the environment."""
-        if self.port is None:
+    def problems(self, host: str | None, token: str | None) -> Iterator[str]:
+        """What cannot be, as one line each. ``host``: of `listen`; ``token``: from the file or the environment."""
+        if host is None:
             if self.token_file is not None:
-                yield "--admin-token-file has no effect without --admin-port: give one, 0 for any free port"
-            return
-        if not 0 <= self.port <= 65535:
-            yield f"--admin-port {self.port} is not a port: give one from 1 to 65535, or 0 for any free one"
-        if token is None and not is_loopback(self.host):
+                yield "--admin-token-file has no effect without --admin-listen HOST:PORT"
+        elif token is None and not is_loopback(host):
             yield (
-                f"--admin-host {self.host} can be reached from other hosts, and the admin API asks for no token: "
-                f"give --admin-token-file FILE or {TOKEN_VARIABLE}, or leave --admin-host out"
+                f"--admin-listen {self.listen} can be reached from other hosts, and the admin API asks for no token: "
+                f"give --admin-token-file FILE or {TOKEN_VARIABLE}, or listen on 127.0.0.1"
             )
 
 

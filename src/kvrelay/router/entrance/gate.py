@@ -105,7 +105,7 @@ class Gate:
         found = self._recognise(self.keyring, headers)
         if not isinstance(found, Refusal):
             return None
-        self._metrics.turned_away.labels(found.code).inc()
+        self._metrics.refused.labels(found.code).inc()
         return found
 
     @staticmethod
@@ -188,7 +188,7 @@ class Gate:
         return slots
 
     def _refuse(self, reply: Reply, refusal: Refusal, headers: Headers | None = None) -> str:
-        self._metrics.turned_away.labels(refusal.code).inc()
+        self._metrics.refused.labels(refusal.code).inc()
         headers = headers or []
         reply.refuse(refusal, headers)
         return "error" if refusal.status >= 500 else "client_error"

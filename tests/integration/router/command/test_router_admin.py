@@ -37,8 +37,8 @@ class Stack:
             str(self.file),
             "--port",
             "0",
-            "--admin-port",
-            "0",
+            "--admin-listen",
+            "127.0.0.1:0",
             "--admin-token-file",
             str(token),
             *more,
@@ -177,7 +177,7 @@ def test_a_bad_configuration_file_is_refused_with_all_its_problems_and_nothing_c
 
 
 def test_where_no_file_was_given_there_is_nothing_to_reload(processes: Processes) -> None:
-    process, line = processes.serve("--admin-port", "0")
+    process, line = processes.serve("--admin-listen", "127.0.0.1:0")
     url = line.split()[-1]
     process.send_signal(signal.SIGHUP)
     answer = httpx.post(f"{url}/reload", timeout=WAIT_S)
