@@ -20,7 +20,7 @@ from kvrelay.router import access_log, tracing
 from kvrelay.router.core.fleet import Role, make_engines, parse_address
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.lifecycle import Event, Lifecycle
-from kvrelay.router.core.observing.seen import Leg
+from kvrelay.router.core.observing.observation import Leg
 from kvrelay.router.core.observing.settings import Observing
 from kvrelay.router.core.records import Record
 from kvrelay.router.http.messages import Request

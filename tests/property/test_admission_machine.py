@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.router.core.admission.gatekeeper import (
+from kvrelay.router.core.admission.queue import (
     EXPRESS_RUN,
     MAX_RETRY_S,
+    AdmissionQueue,
+    Admitted,
     Decision,
     Entrant,
-    Gatekeeper,
-    LetIn,
     Limits,
-    TurnedAway,
+    Rejected,
 )
 
 FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0}
@@ -29,7 +29,7 @@ costs = st.sampled_from([1.0, 3.0, 100.0])
 class Admission(RuleBasedStateMachine):
     @initialize(slots=st.integers(0, 4), queue=st.integers(0, 6), wait_s=st.sampled_from([5.0, 50.0, math.inf]))
     def start(self, slots: int, queue: int, wait_s: float) -> None:
-        self.gate = Gatekeeper(Limits(slots=slots, queue=queue, wait_s=wait_s))
+        self.gate = AdmissionQueue(Limits(slots=slots, queue=queue, wait_s=wait_s))
         self.now = 0.0
         self.waiting: list[Entrant] = []
         self.inside: list[Entrant] = []
@@ -41,13 +41,13 @@ class Admission(RuleBasedStateMachine):
         for decision in decisions:
             entrant = decision.entrant
             if entrant in self.waiting:
-                if isinstance(decision, LetIn):
+                if isinstance(decision, Admitted):
                     self.check_order(entrant)
                 self.waiting.remove(entrant)
             else:
                 assert entrant is newcomer, "a decision about somebody who does not wait"
             assert entrant not in self.inside + self.gone, "decided twice"
-            if isinstance(decision, LetIn):
+            if isinstance(decision, Admitted):
                 assert entrant.let_in_at == self.now
                 self.inside.append(entrant)
                 assert len(self.inside) <= self.gate.slots
@@ -73,7 +73,7 @@ class Admission(RuleBasedStateMachine):
         self.apply(decisions, newcomer=entrant)
         if entrant not in self.inside + self.gone:
             self.waiting.append(entrant)
-        turned = [decision for decision in decisions if isinstance(decision, TurnedAway)]
+        turned = [decision for decision in decisions if isinstance(decision, Rejected)]
         assert len(turned) <= 1
         assert not turned or was_full
 
@@ -99,7 +99,7 @@ class Admission(RuleBasedStateMachine):
         due = [entrant for entrant in self.waiting if entrant.expires_at <= self.now]
         assert (self.gate.next_expiry <= self.now) == bool(due)
         decisions = self.gate.expire(self.now)
-        assert [decision.entrant for decision in decisions if isinstance(decision, TurnedAway)] == [
+        assert [decision.entrant for decision in decisions if isinstance(decision, Rejected)] == [
             decision.entrant for decision in decisions
         ]
         assert {id(decision.entrant) for decision in decisions} == {id(entrant) for entrant in due}
@@ -147,7 +147,7 @@ def test_flows_that_always_wait_are_served_by_their_weights(
     """The bound of start-time fair queueing: no two flows that both wait are ever further apart, in cost over weight,
     than one request of each.
     """
-    gate = Gatekeeper(Limits(slots=1, queue=1000))
+    gate = AdmissionQueue(Limits(slots=1, queue=1000))
     (_, [first]) = gate.enter("first", 0.0)
     inside = first.entrant
     largest = dict.fromkeys(range(len(weights)), 0.0)
@@ -159,7 +159,7 @@ def test_flows_that_always_wait_are_served_by_their_weights(
     left = dict.fromkeys(range(len(weights)), len(served))
     while all(left.values()):
         ((decision),) = gate.leave(inside, 0.0)
-        assert isinstance(decision, LetIn)
+        assert isinstance(decision, Admitted)
         inside = decision.entrant
         flow = int(inside.flow)
         got[flow] += inside.cost / weights[flow]
@@ -169,11 +169,11 @@ def test_flows_that_always_wait_are_served_by_their_weights(
 
 
 def test_one_flow_that_fills_the_queue_does_not_keep_another_out() -> None:
-    gate = Gatekeeper(Limits(slots=1, queue=4))
+    gate = AdmissionQueue(Limits(slots=1, queue=4))
     gate.enter("greedy", 0.0)
     flood = [gate.enter("greedy", 0.0)[0] for _ in range(4)]
     _, [refused] = gate.enter("greedy", 0.0)
-    assert isinstance(refused, TurnedAway)
+    assert isinstance(refused, Rejected)
     modest, decisions = gate.enter("modest", 0.0)
     assert [decision.entrant for decision in decisions] == flood[-1:]
     assert gate.queued == 4
@@ -182,7 +182,7 @@ def test_one_flow_that_fills_the_queue_does_not_keep_another_out() -> None:
 
 def test_a_flow_that_was_idle_neither_saves_up_nor_is_punished() -> None:
     """1. One flow is served alone for long. 2. Another comes: from then on they take turns."""
-    gate = Gatekeeper(Limits(slots=1, queue=100))
+    gate = AdmissionQueue(Limits(slots=1, queue=100))
     inside, _ = gate.enter("old", 0.0)
     for _ in range(50):
         gate.leave(inside, 0.0)
@@ -199,7 +199,7 @@ def test_a_flow_that_was_idle_neither_saves_up_nor_is_punished() -> None:
 
 
 def test_an_urgent_request_takes_the_place_of_one_of_its_flow_that_is_less_so() -> None:
-    gate = Gatekeeper(Limits(slots=1, queue=2))
+    gate = AdmissionQueue(Limits(slots=1, queue=2))
     gate.enter("a", 0.0)
     gate.enter("a", 0.0, priority=1)
     late, _ = gate.enter("a", 0.0, priority=3)
@@ -214,7 +214,7 @@ def test_an_urgent_request_takes_the_place_of_one_of_its_flow_that_is_less_so() 
 def test_retry_after_is_how_long_those_who_are_here_will_take(
     held_s: float, waiting: int, slots: int, expected: int
 ) -> None:
-    gate = Gatekeeper(Limits(slots=slots, queue=10))
+    gate = AdmissionQueue(Limits(slots=slots, queue=10))
     first, _ = gate.enter("a", 0.0)
     gate.leave(first, held_s)
     gate.enter("a", held_s)

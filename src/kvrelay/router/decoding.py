@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay.profiles.base import DecodeLeg
+from kvrelay.router.answer_check import vet
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.health import Suspicion, is_busy, is_engine_fault, status_reason
@@ -15,13 +16,12 @@ from kvrelay.router.core.legs import Endpoint
 from kvrelay.router.core.lifecycle import Event
 from kvrelay.router.core.preamble import Preamble
 from kvrelay.router.core.recovery import LOST_CODE, Action
-from kvrelay.router.core.stored import name_response
-from kvrelay.router.core.wholeness import StreamEnd
+from kvrelay.router.core.stored_responses import name_response
+from kvrelay.router.core.stream_end import StreamEnd
 from kvrelay.router.errors import EngineError, EngineSilentError, EngineUnreachableError
-from kvrelay.router.proving import proof_comment, proof_header
+from kvrelay.router.pending_error import PendingError
+from kvrelay.router.proof_delivery import proof_comment, proof_header
 from kvrelay.router.relay import Relay, is_events
-from kvrelay.router.repelled import Repelled
-from kvrelay.router.vetting import vet
 from kvrelay.types import Lost
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvrelay.router.core.fleet import Engine
-    from kvrelay.router.core.observing.seen import Leg
+    from kvrelay.router.core.observing.observation import Leg
     from kvrelay.router.first_token import EarlyStream
     from kvrelay.router.handover import Handover
     from kvrelay.router.http.call import Call
     from kvrelay.router.prefilling import Prefilling
-    from kvrelay.router.tickets import Ticket, TicketDesk
+    from kvrelay.router.tickets import Ticket, TicketManager
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Decoding:
         early = handover.early
         tried: list[Engine] = [*handover.strangers[Role.DECODE]]
         suspicion, again = Suspicion(), False
-        last: Repelled | Refusal = Refusal(503, "unreachable", "No decode engine is there to answer")
+        last: PendingError | Refusal = Refusal(503, "unreachable", "No decode engine is there to answer")
         while (engine := self._next(tried, last, again=again)) is not None:
             again = True
             tried.append(engine)
@@ -93,7 +93,7 @@ class Decoding:
         last.give(handover.reply, handover.own_headers())
         return "error" if last.status >= 500 else "client_error"
 
-    def _next(self, tried: Sequence[Engine], last: Repelled | Refusal, *, again: bool) -> Engine | None:
+    def _next(self, tried: Sequence[Engine], last: PendingError | Refusal, *, again: bool) -> Engine | None:
         """Who is asked next. When no decode engine lives, a prefill engine may answer alone, and proves nothing."""
         handover, record = self._handover, self._handover.record
         routing, engines, view = handover.router.routing, handover.router.engines, handover.described.view
@@ -109,7 +109,7 @@ class Decoding:
 
     # --- one leg ---
 
-    def _leg(self, engine: Engine) -> Coroutine[Any, Any, str | Repelled | Refusal | Lost]:
+    def _leg(self, engine: Engine) -> Coroutine[Any, Any, str | PendingError | Refusal | Lost]:
         """One decode leg."""
         handover = self._handover
         ticket, desk = handover.ticket, handover.router.desk
@@ -121,7 +121,9 @@ class Decoding:
             return self._ask(engine)
         return self._watched(engine, ticket, desk)
 
-    async def _watched(self, engine: Engine, ticket: Ticket, desk: TicketDesk) -> str | Repelled | Refusal | Lost:
+    async def _watched(
+        self, engine: Engine, ticket: Ticket, desk: TicketManager
+    ) -> str | PendingError | Refusal | Lost:
         """One that is broken off when its engine tells that it cannot have the KV, while nothing was sent."""
         handover = self._handover
         desk.watch(ticket)
@@ -137,7 +139,7 @@ class Decoding:
                 leg.cancel()
                 await asyncio.wait({leg})
 
-    async def _ask(self, engine: Engine) -> str | Repelled | Refusal:
+    async def _ask(self, engine: Engine) -> str | PendingError | Refusal:
         """The outcome, or what to tell the client if no other engine does better."""
         handover = self._handover
         timeouts = handover.router.timeouts
@@ -188,7 +190,9 @@ class Decoding:
         early = self._handover.early
         return early if early is not None and early.sent else None
 
-    async def _pass_on(self, engine: Engine, call: Call, begin_s: float, silence_s: float) -> str | Repelled | Refusal:
+    async def _pass_on(
+        self, engine: Engine, call: Call, begin_s: float, silence_s: float
+    ) -> str | PendingError | Refusal:
         """What the engine answers, to the client. ``begin_s``: until it must begin.
 
         Raises:
@@ -197,7 +201,7 @@ class Decoding:
         handover = self._handover
         early = self._continued
         if is_engine_fault(call.status) or is_busy(call.status):
-            said = await Repelled.take(call, timeout_s=silence_s)
+            said = await PendingError.take(call, timeout_s=silence_s)
             handover.detour(f"decode_{status_reason(call.status)}", engine)
             handover.spend()
             return said
@@ -207,7 +211,7 @@ class Decoding:
             return error
         if early is not None and not early.goes_on(call):
             handover.detour("not_continued", engine)
-            return await Repelled.take(call, timeout_s=silence_s)
+            return await PendingError.take(call, timeout_s=silence_s)
         own = handover.own_headers()
         if call.status == 200 and handover.listens:
             await call.begun(silence_s, self._begins(call))
@@ -216,7 +220,7 @@ class Decoding:
             if refused is not None:
                 handover.detour("unproven", engine)
                 return refused
-        trailer = partial(proof_comment, handover) if handover.wishes.proof else None
+        trailer = partial(proof_comment, handover) if handover.options.proof else None
         on_first_byte = partial(self._on_first_byte, engine, call)
         end = StreamEnd.of(handover.body.endpoint)
         rewrite = early.continuation().feed if early is not None else None

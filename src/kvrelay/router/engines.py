@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvrelay.router.core.observing.forwarding import HeaderRules
-    from kvrelay.router.core.observing.seen import Leg
+    from kvrelay.router.core.observing.observation import Leg
     from kvrelay.router.core.policy.base import EngineView, Policy, RequestView
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.continuation import Continuation
+from kvrelay.router.core.first_events import read_opening
 from kvrelay.router.core.first_token import (
-    Against,
+    SkipReason,
     decode_leg,
     is_stream,
     limit_of,
@@ -15,17 +16,16 @@ from kvrelay.router.core.first_token import (
     reason_against,
 )
 from kvrelay.router.core.fleet import Role
-from kvrelay.router.core.opening import read_opening
 from kvrelay.router.http.messages import end_to_end, find
 from kvrelay.router.models import key_of
+from kvrelay.router.pending_error import PendingError
 from kvrelay.router.relay import is_events
-from kvrelay.router.repelled import Repelled
 from kvrelay.types import FirstToken, OnLostKv
 
 if TYPE_CHECKING:
-    from kvrelay.router.core.defaults import Defaults
+    from kvrelay.router.core.engine_defaults import Defaults
+    from kvrelay.router.core.first_events import FirstEvents
     from kvrelay.router.core.fleet import Engine
-    from kvrelay.router.core.opening import Opening
     from kvrelay.router.handover import Handover
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers
@@ -36,10 +36,10 @@ def begin_early(handover: Handover, *, prefills: bool) -> EarlyStream | None:
 
     ``prefills``: whether a prefill engine is asked before any other.
     """
-    if handover.wishes.first_token is not FirstToken.PREFILL or not is_stream(handover.body):
+    if handover.options.first_token is not FirstToken.PREFILL or not is_stream(handover.body):
         return None
     early = EarlyStream(handover)
-    against = early.stands_against() if prefills else Against.ALONE
+    against = early.stands_against() if prefills else SkipReason.ALONE
     if against is None:
         return early
     early.settle(against)
@@ -54,7 +54,7 @@ class EarlyStream:
     def __init__(self, handover: Handover) -> None:
         """See `begin_early`."""
         self._handover = handover
-        self._opening: Opening | None = None
+        self._opening: FirstEvents | None = None
         self._headers: Headers = []
         self._key = key_of(handover.request)
         self._prefill: Defaults | None = None
@@ -62,23 +62,23 @@ class EarlyStream:
         self.sent = False
         """Whether the client has the first token: from then on decode engines are asked to continue it."""
 
-    def stands_against(self) -> Against | None:
+    def stands_against(self) -> SkipReason | None:
         """What stands against it before anybody is asked."""
         handover = self._handover
         router = handover.router
         if not router.profile.continues:
-            return Against.CONNECTOR
-        if handover.wishes.policy is not OnLostKv.RECOMPUTE:
-            return Against.POLICY
+            return SkipReason.CONNECTOR
+        if handover.options.policy is not OnLostKv.RECOMPUTE:
+            return SkipReason.POLICY
         if (against := reason_against(handover.body)) is not None:
             return against
         decodes = [self._defaults(engine) for engine in router.engines.decodes]
         prefills = [self._defaults(engine) for engine in router.engines.prefills]
         known = next((defaults for defaults in decodes if defaults is not None), None)
         if known is None or not any(prefills):
-            return Against.UNKNOWN_MODEL
+            return SkipReason.UNKNOWN_MODEL
         limit = limit_of(handover.body, known)
-        return limit if isinstance(limit, Against) else None
+        return limit if isinstance(limit, SkipReason) else None
 
     # --- the prefill leg ---
 
@@ -88,8 +88,8 @@ class EarlyStream:
 
     def take(self, engine: Engine, headers: Headers, answer: bytes) -> None:
         """The prefill engine has answered, with 200."""
-        opening = read_opening(self._handover.body.endpoint, answer) if is_events(headers) else Against.ANSWER
-        if isinstance(opening, Against):
+        opening = read_opening(self._handover.body.endpoint, answer) if is_events(headers) else SkipReason.ANSWER
+        if isinstance(opening, SkipReason):
             self.settle(opening)
             self._opening = None
             return
@@ -107,7 +107,7 @@ class EarlyStream:
         against = self._stands_against_on(engine)
         if self.sent or against is not None:
             if not self.sent:
-                self.settle(against or Against.NO_ANSWER)
+                self.settle(against or SkipReason.NO_ANSWER)
                 self._opening = None
             return against is None
         assert self._opening is not None
@@ -138,33 +138,33 @@ class EarlyStream:
         assert self._opening is not None
         return Continuation(self._handover.body.endpoint, self._opening)
 
-    def break_off(self, last: Repelled | Refusal) -> str:
+    def break_off(self, last: PendingError | Refusal) -> str:
         """No decode engine goes on: end the stream with an error. The outcome."""
-        if isinstance(last, Repelled):
+        if isinstance(last, PendingError):
             message = f"The decode engine answered {last.status} after the first token"
             last = Refusal(502, "decode_failed", message)
         self._handover.reply.break_off(last)
         return "error"
 
-    def _stands_against_on(self, engine: Engine) -> Against | None:
+    def _stands_against_on(self, engine: Engine) -> SkipReason | None:
         opening, defaults = self._opening, self._defaults(engine)
         if opening is None or engine.role is Role.PREFILL:  # which answers alone, from the beginning
-            return Against.NO_ANSWER
+            return SkipReason.NO_ANSWER
         if defaults is None or self._prefill is None or not defaults.agrees(self._prefill):
-            return Against.UNKNOWN_MODEL
+            return SkipReason.UNKNOWN_MODEL
         limit = limit_of(self._handover.body, defaults)
-        if isinstance(limit, Against):
+        if isinstance(limit, SkipReason):
             return limit
         if opening.num_prompt_tokens + 1 >= defaults.max_model_len:
-            return Against.LENGTH
+            return SkipReason.LENGTH
         if self.sent and limit != self._limit:
-            return Against.MODEL
+            return SkipReason.MODEL
         self._limit = limit
         return None
 
     # --- the rest ---
 
-    def settle(self, against: Against | None) -> None:
+    def settle(self, against: SkipReason | None) -> None:
         """How it came out, for metrics and record; the first word counts. None: the client has P's token."""
         record = self._handover.record
         if not record.first_token:

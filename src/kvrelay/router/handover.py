@@ -21,35 +21,56 @@ from kvrelay.router.decoding import Decoding
 from kvrelay.router.first_token import begin_early
 from kvrelay.router.outgoing import Outgoing
 from kvrelay.router.prefilling import Prefilling
-from kvrelay.router.reused import reuse_prompt
-from kvrelay.router.stored import find_holder
+from kvrelay.router.prompt_reuse import reuse_prompt
+from kvrelay.router.stored_responses import find_holder
 from kvrelay.types import Dispatch, OnLostKv
 
 if TYPE_CHECKING:
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.legs import ClientBody
     from kvrelay.router.core.records import Record
-    from kvrelay.router.core.wishes import Wishes
+    from kvrelay.router.core.request_options import RequestOptions
     from kvrelay.router.first_token import EarlyStream
     from kvrelay.router.http.messages import Headers, Request
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.kv.pool_index import PoolIndex
     from kvrelay.router.kv.token_ids import TokenFinder
+    from kvrelay.router.prompt_reuse import ReusedPrompt
     from kvrelay.router.proxy import Disaggregator
-    from kvrelay.router.reused import ReusedPrompt
-    from kvrelay.router.tickets import Ticket, TicketDesk
+    from kvrelay.router.tickets import Ticket, TicketManager
 
 
 class Handover:
     """One request."""
 
     __slots__ = (
-        "_held", "_without_pool", "body", "carried", "described", "early", "in_pool", "outgoing", "prompt", "record",
-        "recovery", "reply", "request", "router", "strangers", "ticket", "wishes",
+        "_held",
+        "_without_pool",
+        "body",
+        "carried",
+        "described",
+        "early",
+        "in_pool",
+        "options",
+        "outgoing",
+        "prompt",
+        "record",
+        "recovery",
+        "reply",
+        "request",
+        "router",
+        "strangers",
+        "ticket",
     )  # fmt: skip
 
     def __init__(
-        self, router: Disaggregator, request: Request, reply: Reply, body: ClientBody, record: Record, wishes: Wishes
+        self,
+        router: Disaggregator,
+        request: Request,
+        reply: Reply,
+        body: ClientBody,
+        record: Record,
+        options: RequestOptions,
     ) -> None:
         """``record``: of this request, in the router's book."""
         self.router = router
@@ -57,10 +78,10 @@ class Handover:
         self.reply = reply
         self.body = body
         self.record = record
-        self.wishes = wishes
+        self.options = options
         own_name = record.life.name.encode() if router.profile.names_requests else b""
         self.outgoing = Outgoing(request, request_id=own_name, rules=router.engines.header_rules)
-        self.recovery = Recovery(wishes.policy, max_reprefills=router.lost_kv.max_reprefills)
+        self.recovery = Recovery(options.policy, max_reprefills=router.lost_kv.max_reprefills)
         self.carried: bytes | None = None
         """What the prefill leg gave for the decode leg, as the connector's profile has it."""
         self.ticket: Ticket | None = None
@@ -178,7 +199,7 @@ class Handover:
         prefills = self.router.engines.prefills
         return "other_model" if prefills and len(self.strangers[Role.PREFILL]) == len(prefills) else ""
 
-    def _goes_without_ticket(self, desk: TicketDesk) -> None:
+    def _goes_without_ticket(self, desk: TicketManager) -> None:
         """What that means: KV may be handed over unprotected through a pool that is slow, through none not at all."""
         self._without_pool = not (desk.link.up or self.router.profile.hands_over_without_pool)
         self.detour("pool_away" if self._without_pool else "no_ticket")
@@ -231,7 +252,7 @@ class Handover:
     @property
     def listens(self) -> bool:
         """Whether anything depends on what the decode side tells before its answer is passed on."""
-        return self.wishes.proof or self.wishes.policy is not OnLostKv.RECOMPUTE or self.recovery.asks_first
+        return self.options.proof or self.options.policy is not OnLostKv.RECOMPUTE or self.recovery.asks_first
 
     def step(self, event: Event) -> None:
         """Something happened to the request."""

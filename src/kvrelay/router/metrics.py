@@ -14,8 +14,8 @@ from prometheus_client.utils import floatToGoString
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.merging import Shown
 from kvrelay.router.core.observing.timings import SECONDS, Timings
-from kvrelay.router.counting import Counter, Gauge, Histogram, Told
 from kvrelay.router.kv.metrics import KvMetrics
+from kvrelay.router.metric_types import Counter, Gauge, Histogram, Told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

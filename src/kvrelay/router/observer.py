@@ -12,7 +12,7 @@ from kvrelay.router.access_log import AccessLog
 from kvrelay.router.core.legs import Endpoint
 from kvrelay.router.core.observing.forwarding import REQUEST_ID
 from kvrelay.router.core.observing.log_line import log_line
-from kvrelay.router.core.observing.seen import Facts
+from kvrelay.router.core.observing.observation import Facts
 from kvrelay.router.core.observing.traceparent import TRACEPARENT
 from kvrelay.router.core.observing.usage import count_silent, read_usage
 from kvrelay.router.tracing import Tracer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvrelay.router.http.messages import Request
     from kvrelay.router.http.reply import Reply
     from kvrelay.router.metrics import RouterMetrics
-    from kvrelay.router.tickets import TicketDesk
+    from kvrelay.router.tickets import TicketManager
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Observer:
     """One for a router. Costs little where nothing but metrics is asked for."""
 
     def __init__(
-        self, settings: Observing, metrics: RouterMetrics, desk: TicketDesk | None, now: Callable[[], float]
+        self, settings: Observing, metrics: RouterMetrics, desk: TicketManager | None, now: Callable[[], float]
     ) -> None:
         """``now``: Unix time, as in the hand-overs' records."""
         self._settings = settings

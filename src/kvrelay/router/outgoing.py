@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvrelay.router.core import wishes
-from kvrelay.router.core.observing.seen import Leg
+from kvrelay.router.core import request_options
+from kvrelay.router.core.observing.observation import Leg
 from kvrelay.router.core.observing.traceparent import TRACEPARENT
 from kvrelay.router.http.messages import end_to_end, render
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from kvrelay.router.core.observing.forwarding import HeaderRules
     from kvrelay.router.http.messages import Request
 
-_REPLACED = frozenset({b"host", b"content-length", b"expect", b"accept-encoding", b"x-request-id"}) | wishes.HEADERS
+_REPLACED = (
+    frozenset({b"host", b"content-length", b"expect", b"accept-encoding", b"x-request-id"}) | request_options.HEADERS
+)
 _REPLACED_WHEN_TRACED = _REPLACED | {TRACEPARENT}
 _JOIN_BYTES = 32 << 10
 """Up to here one copy is cheaper than a second buffer for the kernel to gather."""

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import BadRequestError
+from kvrelay.router.answer_check import vet
 from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.health import Suspicion, is_busy, is_engine_fault
 from kvrelay.router.core.legs import encode_fields, parse_fields, scrub, text_of
 from kvrelay.router.core.models import model_of_form
 from kvrelay.router.core.paths import stored_name
-from kvrelay.router.core.wholeness import StreamEnd
+from kvrelay.router.core.stream_end import StreamEnd
 from kvrelay.router.errors import EngineError, EngineSilentError
 from kvrelay.router.outgoing import Outgoing
+from kvrelay.router.pending_error import PendingError
 from kvrelay.router.relay import Relay
-from kvrelay.router.repelled import Repelled
-from kvrelay.router.stored import find_holder
-from kvrelay.router.vetting import vet
+from kvrelay.router.stored_responses import find_holder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvrelay.router.core.fleet import Engine
-    from kvrelay.router.core.observing.seen import Leg
+    from kvrelay.router.core.observing.observation import Leg
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.messages import Headers, Request
     from kvrelay.router.http.reply import Reply
@@ -46,7 +46,7 @@ class Passthrough:
         """Let the first engine that lives answer, decode engines first. The outcome, for the metrics."""
         outgoing = Outgoing(request, rules=self._engines.header_rules)
         asked: Engine | None = None
-        last: Repelled | Refusal = _NOBODY
+        last: PendingError | Refusal = _NOBODY
         for role in (Role.DECODE, Role.PREFILL):
             tried: list[Engine] = []
             while (engine := self._engines.pick(role, tried, again=bool(tried))) is not None:
@@ -92,7 +92,7 @@ class Passthrough:
         tried: list[Engine] = [*passed_over, *strangers[Role.DECODE]]
         suspicion, again = Suspicion(), False
         asked: Engine | None = None
-        last: Repelled | Refusal = _NOBODY
+        last: PendingError | Refusal = _NOBODY
         while (engine := self._engines.pick(Role.DECODE, tried, again=again)) is not None:
             again = True
             tried.append(engine)
@@ -106,12 +106,12 @@ class Passthrough:
 
     async def _ask(
         self, engine: Engine, leg: Leg, request: Request, reply: Reply, silence_s: float
-    ) -> str | Repelled | Refusal:
+    ) -> str | PendingError | Refusal:
         relay: Relay | None = None
         try:
             async with self._engines.ask(engine, leg, timeout_s=silence_s) as call:
                 if is_engine_fault(call.status) or is_busy(call.status):
-                    return await Repelled.take(call, timeout_s=silence_s)
+                    return await PendingError.take(call, timeout_s=silence_s)
                 if request.method != "OPTIONS" and (said := await vet(call, timeout_s=silence_s)) is not None:
                     return said
                 relay = Relay(call, reply, _own_headers(engine), end=StreamEnd.of(request.path))
@@ -127,7 +127,7 @@ class Passthrough:
 _NOBODY = Refusal(503, "unreachable", "No engine is there to answer")
 
 
-def _give_up(last: Repelled | Refusal, reply: Reply, asked: Engine | None) -> str:
+def _give_up(last: PendingError | Refusal, reply: Reply, asked: Engine | None) -> str:
     own = [] if asked is None else _own_headers(asked)
     if isinstance(last, Refusal):
         reply.refuse(last, own)

@@ -7,13 +7,13 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.errors import KvRelayError, PoolUnavailableError
-from kvrelay.router.lasting import lasting
+from kvrelay.router.background import lasting
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from kvrelay.client.core.names import PrefixCount
-    from kvrelay.router.census import Census
+    from kvrelay.router.kv_compatibility import KvCompatibility
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.wire.messages import Engine
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 2.0
 """Between looks whether the pool is still there."""
-CENSUS_S = 30.0
+COMPATIBILITY_S = 30.0
 """Between looks at which engines are registered."""
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 
@@ -75,19 +75,19 @@ class PoolLink:
         connect: Callable[[], Awaitable[TicketClient]],
         *,
         metrics: RouterMetrics,
-        census: Census,
+        compatibility: KvCompatibility,
         on_arrival: Callable[[], None],
     ) -> None:
         """``connect`` makes a connection, each of which ``on_arrival`` is told of.
 
-        ``census`` is taken of the pool's engines.
+        ``compatibility`` is taken of the pool's engines.
         """
         self.client: TicketClient | None = None
         """None while the pool is away."""
         self._connect = connect
         self._metrics = metrics
-        self._census = census
-        self._census_due = 0.0
+        self._compatibility = compatibility
+        self._compatibility_due = 0.0
         self._on_arrival = on_arrival
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -138,7 +138,7 @@ class PoolLink:
     def _arrived(self, client: TicketClient) -> None:
         self.client = client
         self._on_arrival()
-        self._census_due = 0.0
+        self._compatibility_due = 0.0
         self._lost.clear()
         self._metrics.pool_up.set(1)
 
@@ -174,10 +174,10 @@ class PoolLink:
     async def _check(self, client: TicketClient) -> None:
         now = asyncio.get_running_loop().time()
         try:
-            if now < self._census_due:
+            if now < self._compatibility_due:
                 await client.stat()
             else:
-                self._census.take(await client.engines())
-                self._census_due = now + CENSUS_S
+                self._compatibility.take(await client.engines())
+                self._compatibility_due = now + COMPATIBILITY_S
         except KvRelayError as error:
             self.failed(client, error)

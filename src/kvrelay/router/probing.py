@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import KvRelayError
-from kvrelay.router.lasting import lasting
+from kvrelay.router.background import lasting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

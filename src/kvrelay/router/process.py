@@ -18,7 +18,7 @@ from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.admin.serving import Serving, bind, told_of
 from kvrelay.router.config import pool_addresses
 from kvrelay.router.entrance.settings import exposed_without
-from kvrelay.router.listening import listening_problem
+from kvrelay.router.listen_errors import listening_problem
 from kvrelay.router.reloading import as_it_is_now
 from kvrelay.router.service import RouterService
 from kvrelay.router.several_pools import SeveralPools

@@ -16,8 +16,8 @@ from kvrelay.router.core.answers import refusal
 from kvrelay.router.core.legs import ClientBody, Endpoint, parse_fields
 from kvrelay.router.core.lifecycle import Lifecycle
 from kvrelay.router.core.records import Record
-from kvrelay.router.core.wishes import read_wishes
-from kvrelay.router.defaults import DefaultsDesk
+from kvrelay.router.core.request_options import read_options
+from kvrelay.router.engine_defaults import EngineDefaults
 from kvrelay.router.handover import Handover
 from kvrelay.types import Dispatch, FirstToken, OnLostKv, Tokenising
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.router.models import Catalogue
     from kvrelay.router.routing import Routing
-    from kvrelay.router.tickets import TicketDesk
+    from kvrelay.router.tickets import TicketManager
 
 
 class Timeouts(Struct, frozen=True):
@@ -64,7 +64,7 @@ class Disaggregator:
         engines: Engines,
         catalogue: Catalogue,
         profile: Profile,
-        desk: TicketDesk | None,
+        desk: TicketManager | None,
         book: RecordBook,
         metrics: RouterMetrics,
         timeouts: Timeouts,
@@ -80,7 +80,7 @@ class Disaggregator:
         self.dispatch = dispatch
         self.first_token = first_token
         self.tokenise = tokenise
-        self.defaults = DefaultsDesk(engines)
+        self.defaults = EngineDefaults(engines)
         self.lost_kv = lost_kv
         self.routing = routing
         self.engines = engines
@@ -100,12 +100,12 @@ class Disaggregator:
         """Answer. The outcome, for the metrics."""
         try:
             body = ClientBody(Endpoint(request.path), parse_fields(request.body))
-            wishes = read_wishes(request.header, self.lost_kv.policy, told=self._told, first_token=self.first_token)
+            options = read_options(request.header, self.lost_kv.policy, told=self._told, first_token=self.first_token)
         except BadRequestError as error:
             reply.refuse(refusal(error))
             return "client_error"
-        record = Record(Lifecycle(handover, self.now()), policy=wishes.policy)
+        record = Record(Lifecycle(handover, self.now()), policy=options.policy)
         self.book.add(record)
         seen = request.seen
         seen.record, seen.model, seen.num_choices = record, body.model, body.num_engine_requests
-        return await Handover(self, request, reply, body, record, wishes).run()
+        return await Handover(self, request, reply, body, record, options).run()

@@ -14,7 +14,7 @@ from kvrelay.router.http.messages import end_to_end, find
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvrelay.router.core.wholeness import StreamEnd
+    from kvrelay.router.core.stream_end import StreamEnd
     from kvrelay.router.http.call import Call
     from kvrelay.router.http.messages import Headers
     from kvrelay.router.http.reply import Reply

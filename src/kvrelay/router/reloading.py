@@ -8,16 +8,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.core.standing import Live
+from kvrelay.router.core.router_state import LiveSettings
 from kvrelay.router.setting_names import differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvrelay.router.config import RouterConfig
-    from kvrelay.router.fleet_keeper import Changes
+    from kvrelay.router.fleet_manager import Changes
 
-LIVE = frozenset(Live.__struct_fields__)
+LIVE = frozenset(LiveSettings.__struct_fields__)
 """What can change while the router runs."""
 
 
@@ -52,13 +52,13 @@ def fixed_problems(old: RouterConfig, new: RouterConfig) -> Iterator[str]:
             yield f"{name} cannot change while the router runs: leave it as it was, or restart the router"
 
 
-def live_of(config: RouterConfig) -> Live:
+def live_of(config: RouterConfig) -> LiveSettings:
     """The settings that can change, to be told to other workers."""
     values = {name: getattr(config, name) for name in LIVE}
-    return Live(**{**values, "kv_events": tuple(config.kv_events.items())})
+    return LiveSettings(**{**values, "kv_events": tuple(config.kv_events.items())})
 
 
-def with_live(config: RouterConfig, live: Live) -> RouterConfig:
+def with_live(config: RouterConfig, live: LiveSettings) -> RouterConfig:
     """A configuration with another worker's settings."""
     values = {name: getattr(live, name) for name in LIVE}
     return replace(config, **{**values, "kv_events": dict(live.kv_events)})

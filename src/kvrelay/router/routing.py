@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from kvrelay.router.core.conditional import Conditional, FixedThreshold, LearntThreshold, Verdict
+from kvrelay.router.core.decode_cache import DecodeCache
 from kvrelay.router.core.fleet import Role
-from kvrelay.router.core.held import Held
 from kvrelay.router.core.legs import text_of
 from kvrelay.router.core.policy.base import RequestView, Want
 from kvrelay.router.core.policy.prefixes import chain
@@ -84,7 +84,7 @@ class Routing:
             threshold = LearntThreshold(random.Random()) if above is None else FixedThreshold(above)  # noqa: S311
             self.conditional = Conditional(threshold)
             metrics.disaggregate_above.set(threshold.above)
-        self.held = Held()
+        self.held = DecodeCache()
         """What decode engines have in their caches."""
         engines.pickers[Role.DECODE].on_forgotten = self.held.forget
         wants = {want for picker in engines.pickers.values() for want in picker.policy.wants}

@@ -9,43 +9,43 @@ from typing import TYPE_CHECKING
 
 from kvrelay.errors import BadRequestError, ConfigError, ConflictError
 from kvrelay.profiles.registry import PROFILES
-from kvrelay.router.census import Census
-from kvrelay.router.colleagues import Colleagues
-from kvrelay.router.concert import Concert
 from kvrelay.router.core.answers import Refusal, refusal
 from kvrelay.router.core.fleet import Role, make_engines
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.kv.settings import publishers_of
+from kvrelay.router.core.membership import Membership, wanted
 from kvrelay.router.core.observing.forwarding import rules_of
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import RecordBook
-from kvrelay.router.core.roster import Roster, wanted
-from kvrelay.router.core.standing import Duty, Standing, duty_of
-from kvrelay.router.core.wishes import read_time_limit
+from kvrelay.router.core.request_options import read_time_limit
+from kvrelay.router.core.router_state import EngineStatus, RouterState, status_of
+from kvrelay.router.endpoints import RouterEndpoints
 from kvrelay.router.engine_tls import EngineTls
 from kvrelay.router.engines import Engines
 from kvrelay.router.entrance.gate import Gate
 from kvrelay.router.entrance.tls import make_context, renew
-from kvrelay.router.fleet_keeper import FleetKeeper
+from kvrelay.router.fleet_manager import FleetManager
 from kvrelay.router.http.messages import Request
 from kvrelay.router.http.registry import Registry
 from kvrelay.router.http.server import Connection, Limits
 from kvrelay.router.kv.hub import make_hub
 from kvrelay.router.kv.pool_index import PoolIndex
 from kvrelay.router.kv.token_ids import make_finder
-from kvrelay.router.listening import listening_problem
+from kvrelay.router.kv_compatibility import KvCompatibility
+from kvrelay.router.listen_errors import listening_problem
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.models import Catalogue
-from kvrelay.router.naming import Names
 from kvrelay.router.observer import Observer
-from kvrelay.router.own import OwnPages
 from kvrelay.router.passthrough import Passthrough
 from kvrelay.router.probing import Prober
 from kvrelay.router.proxy import Disaggregator, LostKv, Timeouts
 from kvrelay.router.reloading import Applied, changed, fixed_problems, live_of, with_live
+from kvrelay.router.request_ids import RequestIds
 from kvrelay.router.routing import Routing
-from kvrelay.router.tickets import TicketDesk
+from kvrelay.router.tickets import TicketManager
 from kvrelay.router.time_limit import within
+from kvrelay.router.worker_peers import WorkerPeers
+from kvrelay.router.worker_sync import WorkerSync
 
 if TYPE_CHECKING:
     import ssl
@@ -95,21 +95,21 @@ class RouterService:
             engine.kv_events = config.kv_events.get(engine.address, ())
         self._prober = Prober(engines, resilience.probe_interval_s)
         hands_over = PROFILES[config.connector].hands_over
-        roster = Roster(engines.all, settings, prefills=hands_over, listens=self.kv is not None)
-        colleagues = None if seat is None else Colleagues(seat.party, seat.number, seat.count)
+        membership = Membership(engines.all, settings, prefills=hands_over, listens=self.kv is not None)
+        peers = None if seat is None else WorkerPeers(seat.group, seat.number, seat.count)
         saved = None if seat is None else seat.saved
-        self.concert = Concert(colleagues, self._stand, self._adopt, self._duties, saved)
-        self.fleet = FleetKeeper(roster, engines, self._fleet_changed, self.concert.left)
+        self.worker_sync = WorkerSync(peers, self._state, self._adopt, self._statuses, saved)
+        self.fleet = FleetManager(membership, engines, self._fleet_changed, self.worker_sync.left)
         self._engine_names = {engine.name for engine in engines.all}
         self._desk = None
-        census = Census(self._engine_names, metrics)
+        compatibility = KvCompatibility(self._engine_names, metrics)
         if connect_pool is not None:
-            self._desk = TicketDesk(
+            self._desk = TicketManager(
                 connect_pool,
                 deadline_s=config.handover_timeout_s,
                 patience_s=config.ticket_timeout_s,
                 metrics=metrics,
-                census=census,
+                compatibility=compatibility,
             )
         offset = time.time() - time.monotonic()
         book = RecordBook()
@@ -122,7 +122,7 @@ class RouterService:
         self._finder = finder = make_finder(config.kv, policies.values(), engines, metrics.kv)
         pool_index = None
         if config.kv.pool_index and self._desk is not None:
-            pool_index = PoolIndex(self._desk.link, census, engines)
+            pool_index = PoolIndex(self._desk.link, compatibility, engines)
         self._disaggregator = Disaggregator(
             engines,
             self._catalogue,
@@ -139,12 +139,12 @@ class RouterService:
             tokenise=config.tokenise,
         )
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
-        self._own = OwnPages(
-            engines, self._desk, book, metrics, census, colocated_fallback=config.routing.colocated_fallback,
-            colleagues=colleagues, concert=self.concert,
+        self._endpoints = RouterEndpoints(
+            engines, self._desk, book, metrics, compatibility, colocated_fallback=config.routing.colocated_fallback,
+            peers=peers, worker_sync=self.worker_sync,
         )  # fmt: skip
         self._connections = Registry()
-        self._names = Names()
+        self._names = RequestIds()
         self._sockets = [] if seat is None else seat.sockets
         self._servers: list[asyncio.Server] = []
         entrance = config.entrance if seat is None else config.entrance.share(seat.number, seat.count)
@@ -175,8 +175,8 @@ class RouterService:
         if self._sockets:
             await self._read_keys_anew()
         try:
-            await self._own.start()
-            await self.concert.begin()
+            await self._endpoints.start()
+            await self.worker_sync.begin()
             try:
                 await self._listen(loop)
             except OSError as error:
@@ -186,8 +186,8 @@ class RouterService:
         except BaseException:
             for server in self._servers:
                 server.close()
-            await self.concert.close()
-            await self._own.close()
+            await self.worker_sync.close()
+            await self._endpoints.close()
             await self._observer.close()
             raise
         self._prober.watch(self.engines.all)
@@ -202,7 +202,7 @@ class RouterService:
     @property
     def draining(self) -> bool:
         """Whether the router is about to end."""
-        return self._own.draining
+        return self._endpoints.draining
 
     @property
     def drain_timeout_s(self) -> float:
@@ -211,7 +211,7 @@ class RouterService:
 
     async def render_metrics(self) -> bytes:
         """Prometheus text, of all workers together."""
-        return await self._own.text()
+        return await self._endpoints.text()
 
     def apply(self, config: RouterConfig) -> Applied:
         """Go over to a new configuration: all of it, or nothing.
@@ -229,7 +229,7 @@ class RouterService:
         fleet = self.fleet.apply(plan, config.drain_timeout_s, config.kv_events)
         applied = Applied(fleet, changed(self._config, config))
         self._go_over(config)
-        self.concert.changed()
+        self.worker_sync.changed()
         logger.info("the new configuration is in use: %s", applied.told())
         return applied
 
@@ -243,28 +243,28 @@ class RouterService:
         self.engines.budget.change(config.resilience.budget, self.engines.now)
         self._prober.watch(self.engines.all, config.resilience.probe_interval_s)
 
-    def _stand(self, version: int) -> Standing:
-        return Standing(
+    def _state(self, version: int) -> RouterState:
+        return RouterState(
             version=version, members=self.fleet.members, numbers=self.fleet.numbers, live=live_of(self._config)
         )
 
-    def _adopt(self, standing: Standing) -> None:
-        config = with_live(self._config, standing.live)
+    def _adopt(self, state: RouterState) -> None:
+        config = with_live(self._config, state.live)
         self._go_over(config)
-        self.fleet.adopt(standing.members, standing.numbers, config.kv_events, config.drain_timeout_s)
+        self.fleet.adopt(state.members, state.numbers, config.kv_events, config.drain_timeout_s)
 
-    def _duties(self) -> dict[str, Duty]:
-        return {engine.name: duty_of(engine, self.engines.now) for engine in self.engines.all}
+    def _statuses(self) -> dict[str, EngineStatus]:
+        return {engine.name: status_of(engine, self.engines.now) for engine in self.engines.all}
 
     def _fleet_changed(self) -> None:
         everybody = self.engines.all
         self._engine_names.clear()
         self._engine_names.update(engine.name for engine in everybody)
         self._prober.watch(everybody)
-        self._own.forget_all_but(everybody)
+        self._endpoints.forget_all_but(everybody)
         if self.kv is not None:
             self.kv.listen_to(publishers_of(everybody))
-        self.concert.changed()
+        self.worker_sync.changed()
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         def connection() -> Connection:
@@ -315,7 +315,7 @@ class RouterService:
 
         Returns how many requests had to be cut off.
         """
-        self._own.draining = True
+        self._endpoints.draining = True
         await asyncio.sleep(self._resilience.drain_notice_s)
         for server in self._servers:
             server.close()
@@ -332,8 +332,8 @@ class RouterService:
             self._finder.close()
         if self._desk is not None:
             await self._desk.close()
-        await self.concert.close()
-        await self._own.close()
+        await self.worker_sync.close()
+        await self._endpoints.close()
         self._catalogue.close()
         await self._prober.close()
         await self.fleet.close()
@@ -392,11 +392,11 @@ class RouterService:
             case Route.PASS:
                 return await self._passthrough.decode_engine(request, reply)
             case Route.HEALTH:
-                await self._own.health(reply)
+                await self._endpoints.health(reply)
             case Route.METRICS:
-                await self._own.metrics(reply)
+                await self._endpoints.metrics(reply)
             case Route.HANDOVER:
-                return await self._own.handover(request, reply)
+                return await self._endpoints.handover(request, reply)
             case Route.WRONG_METHOD:
                 reply.refuse(Refusal(405, "method", f"{request.method} is not a method of {request.path}"))
                 return "client_error"

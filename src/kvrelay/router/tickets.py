@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
-    from kvrelay.router.census import Census
     from kvrelay.router.core.records import Record
+    from kvrelay.router.kv_compatibility import KvCompatibility
     from kvrelay.router.metrics import RouterMetrics
     from kvrelay.router.pool_link import TicketClient
     from kvrelay.types import Lost
@@ -92,7 +92,7 @@ class Ticket:
             self.proven.set_result(None)
 
 
-class TicketDesk:
+class TicketManager:
     """Opens tickets, collects their proofs, ends them."""
 
     def __init__(
@@ -102,14 +102,14 @@ class TicketDesk:
         deadline_s: float,
         patience_s: float,
         metrics: RouterMetrics,
-        census: Census,
+        compatibility: KvCompatibility,
     ) -> None:
-        """``connect`` makes a connection; ``deadline_s``: of each ticket; ``census`` is taken of the pool's engines.
+        """``connect`` makes a connection; ``deadline_s``: of each ticket; ``compatibility``: of the pool's engines.
 
         A request waits no longer than ``patience_s`` for its ticket; then the next go without, until one probes the
         pool again.
         """
-        self.link = PoolLink(connect, metrics=metrics, census=census, on_arrival=self._begin_anew)
+        self.link = PoolLink(connect, metrics=metrics, compatibility=compatibility, on_arrival=self._begin_anew)
         self.deadline_s = deadline_s
         self._patience_s = patience_s
         self._metrics = metrics

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import SpanContext
 
-    from kvrelay.router.core.observing.seen import Facts
+    from kvrelay.router.core.observing.observation import Facts
     from kvrelay.router.core.observing.spans import Span
     from kvrelay.router.core.observing.traceparent import Trace
 

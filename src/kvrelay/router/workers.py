@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError, KvRelayError
 from kvrelay.launch.kernel import stop_with_parent
-from kvrelay.router.colleagues import Party
 from kvrelay.router.core.supervision import Supervision
 from kvrelay.router.saved_state import SavedState
+from kvrelay.router.worker_peers import WorkerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,13 +40,13 @@ class Seat:
     """What a worker is given: its number, its sockets, how it finds the others."""
 
     def __init__(
-        self, number: int, count: int, sockets: list[socket.socket], party: Party, saved: SavedState, told: int
+        self, number: int, count: int, sockets: list[socket.socket], group: WorkerGroup, saved: SavedState, told: int
     ) -> None:
         """``saved``: what the workers before may have left; ``told``: where the parent learns that it serves."""
         self.number = number
         self.count = count
         self.sockets = sockets
-        self.party = party
+        self.group = group
         self.saved = saved
         self._told = told
 
@@ -70,7 +70,7 @@ class Workers:
         self._sockets += [_listen(host, self.port) for _ in range(count - 1)]
         self._supervision = Supervision(count, time.monotonic())
         self._work = work
-        self._party = Party.new()
+        self._group = WorkerGroup.new()
         self._saved = SavedState.new()
         self._pipes: dict[int, tuple[Slot, int]] = {}
         """Where each worker, by its process id, tells that it serves."""
@@ -145,7 +145,7 @@ class Workers:
                         for sock in sockets:
                             sock.close()
                 count, sockets = len(self._sockets), self._sockets[slot.number]
-                status = self._work(Seat(slot.number, count, sockets, self._party, self._saved, told))
+                status = self._work(Seat(slot.number, count, sockets, self._group, self._saved, told))
             except BaseException:
                 logging.getLogger(__name__).exception("worker %d fails", slot.number)
             finally:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvrelay.router import defaults as desk_module
+from kvrelay.router import engine_defaults as desk_module
 from kvrelay.testing.fake_engine import fail, hang
 from kvrelay.testing.fake_tokens import TokenEngine
 
 if TYPE_CHECKING:
-    from kvrelay.router.core.defaults import Defaults
-    from kvrelay.router.defaults import DefaultsDesk
+    from kvrelay.router.core.engine_defaults import Defaults
+    from kvrelay.router.engine_defaults import EngineDefaults
     from kvrelay.router.service import RouterService
     from kvrelay.testing.fake_engine import FakeEngine
 
@@ -24,7 +24,7 @@ class Asked:
     """One engine, and who knows about it."""
 
     def __init__(self, service: RouterService, fake: FakeEngine, said: TokenEngine) -> None:
-        self.desk: DefaultsDesk = service._disaggregator.defaults
+        self.desk: EngineDefaults = service._disaggregator.defaults
         (self.engine,) = service.engines.decodes
         self.fake = fake
         self.said = said

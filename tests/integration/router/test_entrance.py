@@ -487,12 +487,12 @@ async def test_in_a_crowd_that_comes_and_goes_no_bound_is_broken_and_nothing_is_
     decode = await engine(default=work)
     entrance = EntranceSettings(max_concurrent=3, max_queued=8, max_queue_wait_s=WAIT_S)
     service = await router([await engine()], [decode], entrance=entrance)
-    gatekeeper = service._gate._slots._gatekeeper
+    queue = service._gate._slots._queue
     statuses: list[int] = []
 
     def look() -> None:
-        gatekeeper.check_integrity()
-        assert gatekeeper.inside <= 3
+        queue.check_integrity()
+        assert queue.inside <= 3
 
     async def come(stays: bool) -> None:
         async with await RawClient.open(service.port) as client:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router import checkups, models, passthrough
+from kvrelay.router import health_checks, models, passthrough
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.http import upstream
 from kvrelay.router.http.server import Limits
@@ -185,7 +185,7 @@ async def test_an_engine_that_hangs_does_not_take_the_models_with_it(
 async def test_an_engine_that_hangs_does_not_make_health_slow_and_is_asked_once_at_a_time(
     engine: Any, router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkups, "WAIT_S", 1.0)
+    monkeypatch.setattr(health_checks, "WAIT_S", 1.0)
     hung, decode = await engine(default=hang()), await engine()
     service = await router([hung], [decode])
     views = await asyncio.gather(*(get(service.port, "/health") for _ in range(20)))

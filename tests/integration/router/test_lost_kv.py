@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.router import proving, tickets
+from kvrelay.router import proof_delivery, tickets
 from kvrelay.testing.fake_engine import Behaviour, Exchange, FakeEngine, fail, hang, stream
 from kvrelay.testing.fake_tickets import PROMPT_TOKENS, FakePool, a_loss, a_proof
 from kvrelay.testing.raw_http import Answer, RawClient, get, post
@@ -233,7 +233,7 @@ async def test_an_answer_of_recomputed_tokens_is_held_back_and_refused(start: An
 
 @pytest.mark.parametrize("policy", ["fail", "strict"])
 async def test_an_answer_that_is_not_proven_is_refused(start: Any, policy: str, monkeypatch: Any) -> None:
-    for module in (tickets, proving):
+    for module in (tickets, proof_delivery):
         monkeypatch.setattr(module, "PROOF_TIMEOUT_S", 0.05)
     stack: Stack = await start(policy)
     answer = await stack.ask()
@@ -275,7 +275,7 @@ async def test_a_d_that_breaks_off_or_falls_silent_while_its_answer_is_held_back
     start: Any, monkeypatch: Any, ending: str, status: int
 ) -> None:
     """1. Of two continuations one is proven and begins. 2. Nothing is heard of the other."""
-    for module in (tickets, proving):
+    for module in (tickets, proof_delivery):
         monkeypatch.setattr(module, "PROOF_TIMEOUT_S", 0.05)
     stack: Stack = await start("strict", decode_timeout_s=3.0)
 
@@ -384,7 +384,7 @@ async def test_another_answer_has_the_proof_in_a_header(start: Any) -> None:
 
 
 async def test_a_proof_that_does_not_come_costs_its_time_and_no_answer(start: Any, monkeypatch: Any) -> None:
-    for module in (tickets, proving):
+    for module in (tickets, proof_delivery):
         monkeypatch.setattr(module, "PROOF_TIMEOUT_S", 0.05)
     stack: Stack = await start("recompute")
     said = msgspec.json.decode((await stack.ask(ASK, PROOF)).headers["x-kvrelay-proof"])

@@ -66,7 +66,7 @@ async def ask(engine: StartEngine, router: StartRouter, pool: FakePool, monkeypa
         kv=KvSettings(events=("D0=ipc:///nobody/publishes",), pool_index=True),
     )
     async with asyncio.timeout(30):
-        while service._own._census.naming is None:  # noqa: ASYNC110
+        while service._endpoints._compatibility.naming is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def send(**fields: Any) -> str | None:
@@ -105,7 +105,7 @@ async def test_an_engine_that_has_it_itself_comes_before_the_pool(
         await publisher.subscribed()
         await publisher.publish(stored(PROMPT[:192], block_size=16))
         async with asyncio.timeout(30):
-            while not (service.kv and service.kv.index.cached(PROMPT) and service._own._census.naming):  # noqa: ASYNC110
+            while not (service.kv and service.kv.index.cached(PROMPT) and service._endpoints._compatibility.naming):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         url = f"http://127.0.0.1:{service.port}/v1/completions"
         async with httpx.AsyncClient() as client:

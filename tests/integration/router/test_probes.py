@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.errors import PoolUnavailableError
-from kvrelay.router import lasting
+from kvrelay.router import background
 from kvrelay.router.core.health import HealthSettings
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.testing.fake_tickets import FakePool
@@ -83,7 +83,7 @@ async def test_a_bug_ends_neither_the_probes_of_an_engine_nor_the_care_for_the_p
     engine: Any, router: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """1. A probe raises what nobody expects, and so does making a connection. 2. Both go on, and the log says why."""
-    monkeypatch.setattr(lasting, "AGAIN_S", 0.0)
+    monkeypatch.setattr(background, "AGAIN_S", 0.0)
     pool, tries = FakePool(), 0
 
     async def connect() -> FakePool:

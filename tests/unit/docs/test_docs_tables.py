@@ -33,8 +33,8 @@ from kvrelay.router.core.lifecycle import TIMESTAMPS, Lifecycle
 from kvrelay.router.core.paths import Route, route
 from kvrelay.router.core.records import Record
 from kvrelay.router.core.resilience import Resilience
-from kvrelay.router.counting import Counter, Family
 from kvrelay.router.errors import EngineError
+from kvrelay.router.metric_types import Counter, Family
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.reloading import LIVE
 from kvrelay.testing.fake_control import FakeControl
@@ -208,7 +208,7 @@ def test_errors_of_the_pool(tables: Tables) -> None:
 
 def test_errors_of_the_router(root: Path, tables: Tables) -> None:
     """A refusal is made with its status and code, or of an error that has them."""
-    made: set[tuple[object, object]] = {(503, "queue_full"), (503, "queue_timeout")}  # the gatekeeper's reasons
+    made: set[tuple[object, object]] = {(503, "queue_full"), (503, "queue_timeout")}  # the queue's reasons
     made |= {(kind.http_status, kind.code) for kind in EngineError.__subclasses__()}
     for file in (root / "src/kvrelay/router").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -17,7 +17,7 @@ from kvrelay.pool.metrics import PoolMetrics
 from kvrelay.pool.traffic import Traffic
 from kvrelay.router.core.observing.log_line import LogLine
 from kvrelay.router.core.observing.timings import Timings
-from kvrelay.router.counting import Counter, Gauge, Histogram
+from kvrelay.router.metric_types import Counter, Gauge, Histogram
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.testing.fake_control import FakeControl
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.core.admission.asking import ASSUMED_COMPLETION_TOKENS as ASSUMED
-from kvrelay.router.core.admission.asking import (
+from kvrelay.router.core.admission.rates import Bucket, in_words
+from kvrelay.router.core.admission.request_cost import ASSUMED_COMPLETION_TOKENS as ASSUMED
+from kvrelay.router.core.admission.request_cost import (
     MAX_N,
     MAX_TOKENS,
-    Asked,
+    RequestCost,
     read_asked,
     read_priority,
 )
-from kvrelay.router.core.admission.rates import Bucket, in_words
 
 steps = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=60)
 
@@ -57,31 +57,31 @@ def test_durations_are_written_as_openai_does(seconds: float, words: str) -> Non
 @pytest.mark.parametrize(
     ("body", "asked"),
     [
-        (b'{"prompt":"0123456789","max_tokens":7}', Asked(None, None, 3, 7)),
-        (b'{"prompt":[1,2,3],"max_tokens":7,"n":3}', Asked(None, None, 3, 21)),
-        (b'{"prompt":[[1,2],[3]],"max_tokens":1}', Asked(None, None, 3, 1)),
-        (b'{"model":"m","priority":-2,"messages":[{"role":"user","content":"hi"}]}', Asked("m", -2, 8, ASSUMED)),
-        (b'{"max_tokens":5,"max_completion_tokens":9,"prompt":"abcd"}', Asked(None, None, 1, 9)),
-        (b'{"max_output_tokens":9,"input":"abcdefgh"}', Asked(None, None, 2, 9)),
-        (b'{"max_tokens":null,"max_completion_tokens":null,"prompt":"abcd"}', Asked(None, None, 1, ASSUMED)),
-        (b'{"max_tokens":-5,"n":0,"prompt":"abcd"}', Asked(None, None, 1, 0)),
-        (b'{"max_tokens":99999999999999999999,"n":99999,"prompt":"abcd"}', Asked(None, None, 1, MAX_TOKENS * MAX_N)),
-        (b'{"max_tokens":999999999999,"prompt":"abcd"}', Asked(None, None, 1, MAX_TOKENS)),
-        (b'{"max_tokens":"7","model":3,"priority":"x","prompt":"abcd"}', Asked(None, None, 1, ASSUMED)),
-        (b'{"model":"a","model":"b","prompt":"abcd","max_tokens":0}', Asked("b", None, 1, 0)),
-        (b'{"mod\\u0065l":"b","prompt":"abcd","max_tokens":0}', Asked("b", None, 1, 0)),
-        (b"[1,2]", Asked(None, None, 1, 0)),
-        (b"", Asked(None, None, 1, 0)),
-        (b"[" * 100_000, Asked(None, None, 25_000, 0)),
+        (b'{"prompt":"0123456789","max_tokens":7}', RequestCost(None, None, 3, 7)),
+        (b'{"prompt":[1,2,3],"max_tokens":7,"n":3}', RequestCost(None, None, 3, 21)),
+        (b'{"prompt":[[1,2],[3]],"max_tokens":1}', RequestCost(None, None, 3, 1)),
+        (b'{"model":"m","priority":-2,"messages":[{"role":"user","content":"hi"}]}', RequestCost("m", -2, 8, ASSUMED)),
+        (b'{"max_tokens":5,"max_completion_tokens":9,"prompt":"abcd"}', RequestCost(None, None, 1, 9)),
+        (b'{"max_output_tokens":9,"input":"abcdefgh"}', RequestCost(None, None, 2, 9)),
+        (b'{"max_tokens":null,"max_completion_tokens":null,"prompt":"abcd"}', RequestCost(None, None, 1, ASSUMED)),
+        (b'{"max_tokens":-5,"n":0,"prompt":"abcd"}', RequestCost(None, None, 1, 0)),
+        (b'{"max_tokens":999999999999999999,"n":9999,"prompt":"abcd"}', RequestCost(None, None, 1, MAX_TOKENS * MAX_N)),
+        (b'{"max_tokens":999999999999,"prompt":"abcd"}', RequestCost(None, None, 1, MAX_TOKENS)),
+        (b'{"max_tokens":"7","model":3,"priority":"x","prompt":"abcd"}', RequestCost(None, None, 1, ASSUMED)),
+        (b'{"model":"a","model":"b","prompt":"abcd","max_tokens":0}', RequestCost("b", None, 1, 0)),
+        (b'{"mod\\u0065l":"b","prompt":"abcd","max_tokens":0}', RequestCost("b", None, 1, 0)),
+        (b"[1,2]", RequestCost(None, None, 1, 0)),
+        (b"", RequestCost(None, None, 1, 0)),
+        (b"[" * 100_000, RequestCost(None, None, 25_000, 0)),
     ],
 )  # fmt: skip
-def test_what_a_request_asks_for_is_read_from_its_body(body: bytes, asked: Asked) -> None:
+def test_what_a_request_asks_for_is_read_from_its_body(body: bytes, asked: RequestCost) -> None:
     assert read_asked(body, is_json=True, generates=True) == asked
 
 
 def test_what_does_not_generate_has_no_completion_and_other_bodies_count_by_size() -> None:
     assert read_asked(b'{"input":"abcdefgh"}', is_json=True, generates=False).tokens == 2
-    assert read_asked(b'{"model":"m"}' + b" " * 387, is_json=False, generates=True) == Asked(None, None, 100, 0)
+    assert read_asked(b'{"model":"m"}' + b" " * 387, is_json=False, generates=True) == RequestCost(None, None, 100, 0)
 
 
 @given(st.binary(max_size=200))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from kvrelay.router.core.conditional import EDGES, Conditional, FixedThreshold, LearntThreshold
+from kvrelay.router.core.decode_cache import MIN_TOLD_TOKENS, DecodeCache
 from kvrelay.router.core.fleet import Role
-from kvrelay.router.core.held import MIN_TOLD_TOKENS, Held
 from kvrelay.router.core.legs import parse_fields
 from kvrelay.router.core.policy.base import EngineView, RequestView
 from kvrelay.router.core.policy.prefixes import chain
@@ -175,7 +175,7 @@ def engine(index: int, in_flight: int = 0) -> EngineView:
 
 
 def test_an_engine_has_what_it_has_answered() -> None:
-    held = Held()
+    held = DecodeCache()
     assert held.best(asked(TEXT), [engine(0), engine(1)], 0, {}) == ("", 0)
     assert held.answered(asked(TEXT), "D1") == 0
     assert held.best(asked(TEXT), [engine(0), engine(1)], 0, {}) == ("D1", len(TEXT) // 4)
@@ -186,7 +186,7 @@ def test_an_engine_has_what_it_has_answered() -> None:
 
 
 def test_of_those_that_have_enough_the_least_busy_is_the_best() -> None:
-    held = Held()
+    held = DecodeCache()
     held.answered(asked(TEXT), "D0")
     held.answered(asked(TEXT[:9_216]), "D1")
     both = [engine(0, in_flight=2), engine(1, in_flight=1)]
@@ -195,7 +195,7 @@ def test_of_those_that_have_enough_the_least_busy_is_the_best() -> None:
 
 
 def test_what_engines_turn_out_to_have_counts_for_what_they_are_thought_to_have() -> None:
-    held = Held()
+    held = DecodeCache()
     held.answered(asked(TEXT), "D0")
     for now in range(4):
         held.proven("D0", thought=2_560, had=640, now=float(now))
@@ -207,7 +207,7 @@ def test_what_engines_turn_out_to_have_counts_for_what_they_are_thought_to_have(
 
 
 def test_a_few_tokens_say_nothing_about_an_engines_cache() -> None:
-    held = Held()
+    held = DecodeCache()
     held.answered(asked(TEXT), "D0")
     held.proven("D0", thought=MIN_TOLD_TOKENS - 1, had=0, now=0.0)
     assert held.best(asked(TEXT), [engine(0)], 0, {}) == ("D0", 2_560)

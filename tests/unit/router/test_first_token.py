@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvrelay.router.core.defaults import Defaults, Question, Said, ask_defaults
+from kvrelay.router.core.engine_defaults import Defaults, Question, Said, ask_defaults
+from kvrelay.router.core.first_events import FirstEvents
 from kvrelay.router.core.first_token import (
     FREE,
     NEUTRAL,
     NUMBERS,
-    Against,
+    SkipReason,
     asked_tokens,
     decode_leg,
     limit_of,
@@ -23,7 +24,6 @@ from kvrelay.router.core.first_token import (
     reason_against,
 )
 from kvrelay.router.core.legs import ClientBody, Endpoint, parse_fields
-from kvrelay.router.core.opening import Opening
 
 COMPLETION = {"model": "m", "prompt": "hi", "stream": True, "temperature": 0, "max_tokens": 5}
 CHAT = {
@@ -32,7 +32,7 @@ CHAT = {
 DEFAULTS = Defaults(
     max_model_len=100, max_output=None, default_output=None, changes_text=False, plain_chat=True, sampling=""
 )
-OPENING = Opening(events=b"", head=b"", prompt_ids=b"[1,2,3]", num_prompt_tokens=3, token_id=9)
+OPENING = FirstEvents(events=b"", head=b"", prompt_ids=b"[1,2,3]", num_prompt_tokens=3, token_id=9)
 
 
 def body(fields: dict[str, Any]) -> ClientBody:
@@ -59,61 +59,61 @@ def test_greedy_streams_of_known_fields_may(more: dict[str, Any]) -> None:
 def test_prompts_may_be_one_text_or_its_tokens() -> None:
     assert reason_against(body({**COMPLETION, "prompt": [1, 2, 3]})) is None
     for prompt in (["a"], ["a", "b"], [[1, 2]], [], None, 5):
-        assert reason_against(body({**COMPLETION, "prompt": prompt})) is Against.PROMPT
+        assert reason_against(body({**COMPLETION, "prompt": prompt})) is SkipReason.PROMPT
     nothing = {name: value for name, value in COMPLETION.items() if name != "prompt"}
-    assert reason_against(body(nothing)) is Against.PROMPT
+    assert reason_against(body(nothing)) is SkipReason.PROMPT
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"temperature": 0.1}, Against.SAMPLING),
-        ({"temperature": None}, Against.SAMPLING),
-        ({"temperature": "0"}, Against.SAMPLING),
-        ({"n": 2}, Against.SAMPLING),
-        ({"best_of": 2}, Against.SAMPLING),
-        ({"seed": 1}, Against.SAMPLING),
-        ({"presence_penalty": 0.1}, Against.SAMPLING),
-        ({"frequency_penalty": -1}, Against.SAMPLING),
-        ({"repetition_penalty": 1.1}, Against.SAMPLING),
-        ({"logit_bias": {"5": 1}}, Against.SAMPLING),
-        ({"use_beam_search": True}, Against.SAMPLING),
-        ({"max_tokens": 1}, Against.MAX_TOKENS),
-        ({"max_tokens": 0}, Against.MAX_TOKENS),
-        ({"max_tokens": "5"}, Against.MAX_TOKENS),
-        ({"max_tokens": 5.0}, Against.MAX_TOKENS),
-        ({"min_tokens": 3}, Against.MAX_TOKENS),
-        ({"logprobs": 0}, Against.LOGPROBS),
-        ({"logprobs": True}, Against.LOGPROBS),
-        ({"prompt_logprobs": 1}, Against.LOGPROBS),
-        ({"return_token_ids": True}, Against.LOGPROBS),
-        ({"stop": ["x"]}, Against.STOP),
-        ({"stop": "x"}, Against.STOP),
-        ({"stop_token_ids": [5]}, Against.STOP),
-        ({"ignore_eos": "yes"}, Against.STOP),
-        ({"response_format": {"type": "json_object"}}, Against.GUIDED),
-        ({"structured_outputs": {"regex": "a"}}, Against.GUIDED),
-        ({"tools": [{"type": "function"}]}, Against.GUIDED),
-        ({"reasoning_effort": "low"}, Against.GUIDED),
-        ({"echo": True}, Against.PROMPT),
-        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, Against.STREAM_OPTIONS),
-        ({"stream_options": {"include_obfuscation": True}}, Against.STREAM_OPTIONS),
-        ({"stream_options": "all"}, Against.STREAM_OPTIONS),
-        ({"skip_special_tokens": False}, Against.FIELD),
-        ({"guided_json": {}}, Against.FIELD),
-        ({"bad_words": ["x"]}, Against.FIELD),
-        ({"allowed_token_ids": [1]}, Against.FIELD),
-        ({"prompt_embeds": "x"}, Against.FIELD),
-        ({"truncate_prompt_tokens": 5}, Against.FIELD),
-        ({"stream_interval": 5}, Against.FIELD),
-        ({"vllm_xargs": {"a": 1}}, Against.FIELD),
-        ({"unheard_of": None}, Against.FIELD),
-        ({"top_p": "0.9"}, Against.FIELD),
-        ({"model": None}, Against.FIELD),
-        ({"model": 5}, Against.FIELD),
+        ({"temperature": 0.1}, SkipReason.SAMPLING),
+        ({"temperature": None}, SkipReason.SAMPLING),
+        ({"temperature": "0"}, SkipReason.SAMPLING),
+        ({"n": 2}, SkipReason.SAMPLING),
+        ({"best_of": 2}, SkipReason.SAMPLING),
+        ({"seed": 1}, SkipReason.SAMPLING),
+        ({"presence_penalty": 0.1}, SkipReason.SAMPLING),
+        ({"frequency_penalty": -1}, SkipReason.SAMPLING),
+        ({"repetition_penalty": 1.1}, SkipReason.SAMPLING),
+        ({"logit_bias": {"5": 1}}, SkipReason.SAMPLING),
+        ({"use_beam_search": True}, SkipReason.SAMPLING),
+        ({"max_tokens": 1}, SkipReason.MAX_TOKENS),
+        ({"max_tokens": 0}, SkipReason.MAX_TOKENS),
+        ({"max_tokens": "5"}, SkipReason.MAX_TOKENS),
+        ({"max_tokens": 5.0}, SkipReason.MAX_TOKENS),
+        ({"min_tokens": 3}, SkipReason.MAX_TOKENS),
+        ({"logprobs": 0}, SkipReason.LOGPROBS),
+        ({"logprobs": True}, SkipReason.LOGPROBS),
+        ({"prompt_logprobs": 1}, SkipReason.LOGPROBS),
+        ({"return_token_ids": True}, SkipReason.LOGPROBS),
+        ({"stop": ["x"]}, SkipReason.STOP),
+        ({"stop": "x"}, SkipReason.STOP),
+        ({"stop_token_ids": [5]}, SkipReason.STOP),
+        ({"ignore_eos": "yes"}, SkipReason.STOP),
+        ({"response_format": {"type": "json_object"}}, SkipReason.GUIDED),
+        ({"structured_outputs": {"regex": "a"}}, SkipReason.GUIDED),
+        ({"tools": [{"type": "function"}]}, SkipReason.GUIDED),
+        ({"reasoning_effort": "low"}, SkipReason.GUIDED),
+        ({"echo": True}, SkipReason.PROMPT),
+        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, SkipReason.STREAM_OPTIONS),
+        ({"stream_options": {"include_obfuscation": True}}, SkipReason.STREAM_OPTIONS),
+        ({"stream_options": "all"}, SkipReason.STREAM_OPTIONS),
+        ({"skip_special_tokens": False}, SkipReason.FIELD),
+        ({"guided_json": {}}, SkipReason.FIELD),
+        ({"bad_words": ["x"]}, SkipReason.FIELD),
+        ({"allowed_token_ids": [1]}, SkipReason.FIELD),
+        ({"prompt_embeds": "x"}, SkipReason.FIELD),
+        ({"truncate_prompt_tokens": 5}, SkipReason.FIELD),
+        ({"stream_interval": 5}, SkipReason.FIELD),
+        ({"vllm_xargs": {"a": 1}}, SkipReason.FIELD),
+        ({"unheard_of": None}, SkipReason.FIELD),
+        ({"top_p": "0.9"}, SkipReason.FIELD),
+        ({"model": None}, SkipReason.FIELD),
+        ({"model": 5}, SkipReason.FIELD),
     ],
 )
-def test_what_could_make_a_difference_stands_against_it(more: dict[str, Any], why: Against) -> None:
+def test_what_could_make_a_difference_stands_against_it(more: dict[str, Any], why: SkipReason) -> None:
     assert reason_against(body({**COMPLETION, **more})) is why
     if more not in ({"logprobs": 0}, {"max_tokens": 0}):  # of a chat they are no legal values either
         assert reason_against(body({**CHAT, **more})) is why
@@ -122,18 +122,18 @@ def test_what_could_make_a_difference_stands_against_it(more: dict[str, Any], wh
 def test_a_temperature_that_is_not_given_is_the_models_own() -> None:
     for request in (COMPLETION, CHAT):
         unset = {name: value for name, value in request.items() if name != "temperature"}
-        assert reason_against(body(unset)) is Against.SAMPLING
+        assert reason_against(body(unset)) is SkipReason.SAMPLING
 
 
 def test_logprobs_false_asks_for_none_of_a_chat_only() -> None:
     assert reason_against(body({**CHAT, "logprobs": False, "parallel_tool_calls": True})) is None
-    assert reason_against(body({**COMPLETION, "logprobs": False})) is Against.LOGPROBS
-    assert reason_against(body({**COMPLETION, "parallel_tool_calls": True})) is Against.FIELD
+    assert reason_against(body({**COMPLETION, "logprobs": False})) is SkipReason.LOGPROBS
+    assert reason_against(body({**COMPLETION, "parallel_tool_calls": True})) is SkipReason.FIELD
 
 
 def test_completions_must_say_how_many_tokens_and_chats_need_not() -> None:
-    assert reason_against(body({**COMPLETION, "max_tokens": None})) is Against.MAX_TOKENS
-    assert reason_against(body({**COMPLETION, "max_completion_tokens": 5})) is Against.MAX_TOKENS
+    assert reason_against(body({**COMPLETION, "max_tokens": None})) is SkipReason.MAX_TOKENS
+    assert reason_against(body({**COMPLETION, "max_completion_tokens": 5})) is SkipReason.MAX_TOKENS
     for more, asked in (
         ({}, None), ({"max_tokens": None}, None), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 8}, 8),
         ({"max_tokens": 1, "max_completion_tokens": 8}, 8), ({"max_tokens": 7, "max_completion_tokens": None}, 7),
@@ -141,7 +141,7 @@ def test_completions_must_say_how_many_tokens_and_chats_need_not() -> None:
         chat = body({**CHAT, **more})
         assert reason_against(chat) is None, more
         assert asked_tokens(chat) == asked
-    assert reason_against(body({**CHAT, "max_tokens": 8, "max_completion_tokens": 1})) is Against.MAX_TOKENS
+    assert reason_against(body({**CHAT, "max_tokens": 8, "max_completion_tokens": 1})) is SkipReason.MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_completions_must_say_how_many_tokens_and_chats_need_not() -> None:
     ],
 )
 def test_messages_of_anything_but_text_stand_against_it(message: dict[str, Any]) -> None:
-    assert reason_against(body({**CHAT, "messages": [message]})) is Against.PROMPT
+    assert reason_against(body({**CHAT, "messages": [message]})) is SkipReason.PROMPT
 
 
 def test_messages_of_text_do_not() -> None:
@@ -169,8 +169,8 @@ def test_messages_of_text_do_not() -> None:
 def test_no_field_that_is_not_known_gets_through(name: str, value: object) -> None:
     known = {*FREE, *NUMBERS, *NEUTRAL, "parallel_tool_calls", "kv_transfer_params"}
     if name not in known:
-        assert reason_against(body({**COMPLETION, name: value})) is Against.FIELD
-        assert reason_against(body({**CHAT, name: value})) is Against.FIELD
+        assert reason_against(body({**COMPLETION, name: value})) is SkipReason.FIELD
+        assert reason_against(body({**CHAT, name: value})) is SkipReason.FIELD
 
 
 # --- limits ---
@@ -187,11 +187,11 @@ def test_the_limit_is_what_one_vllm_would_give() -> None:
 
 
 def test_what_the_decode_engine_refuses_or_changes_stands_against_it() -> None:
-    assert limit_of(body({**COMPLETION, "max_tokens": 101}), DEFAULTS) is Against.MAX_TOKENS
-    assert limit_of(body(COMPLETION), replace(DEFAULTS, max_output=1)) is Against.MAX_TOKENS
+    assert limit_of(body({**COMPLETION, "max_tokens": 101}), DEFAULTS) is SkipReason.MAX_TOKENS
+    assert limit_of(body(COMPLETION), replace(DEFAULTS, max_output=1)) is SkipReason.MAX_TOKENS
     for request in (COMPLETION, CHAT):
-        assert limit_of(body(request), replace(DEFAULTS, changes_text=True)) is Against.MODEL
-    assert limit_of(body(CHAT), replace(DEFAULTS, plain_chat=False)) is Against.MODEL
+        assert limit_of(body(request), replace(DEFAULTS, changes_text=True)) is SkipReason.MODEL
+    assert limit_of(body(CHAT), replace(DEFAULTS, plain_chat=False)) is SkipReason.MODEL
     assert limit_of(body(COMPLETION), replace(DEFAULTS, plain_chat=False)) == 5
 
 

@@ -25,7 +25,7 @@ class Service:
     """A router that notes what it is told."""
 
     def __init__(self) -> None:
-        self.concert = Alone()
+        self.worker_sync = Alone()
         self.applied: list[str] = []
         self.last = asyncio.Event()
 

@@ -20,7 +20,7 @@ from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.core.routing import RoutingSettings
 from kvrelay.router.entrance.settings import EntranceConfig
 from kvrelay.router.entrance.tls import TlsFiles
-from kvrelay.router.fleet_keeper import Changes
+from kvrelay.router.fleet_manager import Changes
 from kvrelay.router.reloading import LIVE, Applied, as_it_is_now, fixed_problems
 from kvrelay.router.setting_names import differences, name_of
 from kvrelay.transport.tls import TlsConfig

@@ -6,7 +6,7 @@ import uuid
 
 from kvrelay.router.core.fleet import Engine, Role, make_engines, parse_address
 from kvrelay.router.core.health import HealthSettings
-from kvrelay.router.core.stored import holder_of, mark_of, name_response, unknown_whereabouts
+from kvrelay.router.core.stored_responses import holder_of, mark_of, name_response, unknown_whereabouts
 
 
 def fleet(*ports: int) -> tuple[Engine, ...]:

@@ -13,7 +13,7 @@ from kvrelay.admin.app import new_app, probes
 from kvrelay.router.admin import models
 from kvrelay.router.core.fleet import Role, parse_address
 from kvrelay.router.core.kv.settings import parse_endpoints
-from kvrelay.router.core.standing import together
+from kvrelay.router.core.router_state import combined
 from kvrelay.wire.limits import MAX_LEASE_S
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvrelay.admin.bridge import Bridge
     from kvrelay.router.core.fleet import Engine
-    from kvrelay.router.core.standing import Duty
+    from kvrelay.router.core.router_state import EngineStatus
     from kvrelay.router.reloading import Applied
     from kvrelay.router.service import RouterService
 
@@ -57,15 +57,15 @@ def _looking(service: RouterService, bridge: Bridge) -> APIRouter:
     @router.get("/engines")
     async def engines() -> models.Engines:
         """Everybody, in the order in which they joined."""
-        duties = await bridge.wait(service.concert.whereabouts)
-        views = await bridge.call(lambda: [_view(engine, duties) for engine in service.fleet.engines])
+        statuses = await bridge.wait(service.worker_sync.engine_statuses)
+        views = await bridge.call(lambda: [_view(engine, statuses) for engine in service.fleet.engines])
         return models.Engines(engines=views)
 
     @router.get("/engines/{name}")
     async def engine(name: str) -> models.EngineView:
         """One of them; 404 once it has left."""
-        duties = await bridge.wait(service.concert.whereabouts)
-        return await bridge.call(lambda: _view(service.fleet.find(name), duties))
+        statuses = await bridge.wait(service.worker_sync.engine_statuses)
+        return await bridge.call(lambda: _view(service.fleet.find(name), statuses))
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def scrape() -> Response:
@@ -82,9 +82,9 @@ def _managing(service: RouterService, bridge: Bridge, reload: Callable[[], Corou
     async def change(work: Callable[[], Engine]) -> models.EngineView:
         """Done by this worker, then by all others."""
         engine = await bridge.call(work)
-        await bridge.wait(service.concert.settled)
-        duties = await bridge.wait(service.concert.whereabouts)
-        return await bridge.call(lambda: _view(engine, duties))
+        await bridge.wait(service.worker_sync.settled)
+        statuses = await bridge.wait(service.worker_sync.engine_statuses)
+        return await bridge.call(lambda: _view(engine, statuses))
 
     @router.post("/engines", status_code=201)
     async def add(new: models.NewEngine) -> models.EngineView:
@@ -130,7 +130,7 @@ def _managing(service: RouterService, bridge: Bridge, reload: Callable[[], Corou
     async def reload_configuration() -> models.Reloaded:
         """Read the configuration file again and go over to it, as SIGHUP does: all of it, or nothing."""
         applied = await bridge.wait(reload)
-        await bridge.wait(service.concert.settled)
+        await bridge.wait(service.worker_sync.settled)
         fleet = applied.fleet
         return models.Reloaded(
             added=fleet.added, kept=fleet.kept, moved=fleet.moved, leaving=fleet.leaving, settings=applied.settings
@@ -139,19 +139,19 @@ def _managing(service: RouterService, bridge: Bridge, reload: Callable[[], Corou
     return router
 
 
-def _view(engine: Engine, duties: Sequence[Mapping[str, Duty]]) -> models.EngineView:
-    """``duties``: each worker's; an engine that has left since is shown as nobody needs it."""
-    duty = together(known[engine.name] for known in duties if engine.name in known)
+def _view(engine: Engine, statuses: Sequence[Mapping[str, EngineStatus]]) -> models.EngineView:
+    """``statuses``: each worker's; an engine that has left since is shown as nobody needs it."""
+    status = combined(known[engine.name] for known in statuses if engine.name in known)
     return models.EngineView(
         name=engine.name,
         role=engine.role.value,
         url=engine.address.url,
         state="leaving" if engine.leaving else "draining" if engine.draining else "serving",
-        resting=duty.resting,
-        down=duty.down,
-        failures=duty.failures,
-        in_flight=duty.in_flight,
-        handovers=duty.handovers,
+        resting=status.resting,
+        down=status.down,
+        failures=status.failures,
+        in_flight=status.in_flight,
+        handovers=status.handovers,
         configured=engine.configured,
         kv_events=[str(where) for where in engine.kv_events],
     )

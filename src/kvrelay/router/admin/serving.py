@@ -82,7 +82,7 @@ class Serving:
                 logger.error("SIGHUP: a file cannot be used, and what it held before stays in use: %s", problem)  # noqa: TRY400 - said in full
         else:
             logger.info("SIGHUP: keys and certificates have been read again")
-        if self._read_config is None or not self._service.concert.leads:
+        if self._read_config is None or not self._service.worker_sync.leads:
             return
         try:
             await self._apply_again()

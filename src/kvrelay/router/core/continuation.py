@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Raw, Struct
 
+from kvrelay.router.core.first_events import HEAD
 from kvrelay.router.core.legs import Endpoint
-from kvrelay.router.core.opening import HEAD
 
 if TYPE_CHECKING:
-    from kvrelay.router.core.opening import Opening
+    from kvrelay.router.core.first_events import FirstEvents
 
 _USAGE = re.compile(rb'"choices":\[\],"usage":(\{)')
 _PROMPT, _COMPLETION = re.compile(rb'"prompt_tokens":([0-9]+)'), re.compile(rb'"completion_tokens":([0-9]+)')
@@ -46,7 +46,7 @@ class Continuation:
 
     __slots__ = ("_chat", "_head", "_opening", "_replaced")
 
-    def __init__(self, endpoint: Endpoint, opening: Opening) -> None:
+    def __init__(self, endpoint: Endpoint, opening: FirstEvents) -> None:
         """``opening``: what the client has."""
         self._chat = endpoint is Endpoint.CHAT
         self._opening = opening

@@ -24,12 +24,12 @@ from kvrelay.router.core.legs import KV_PARAMS, Endpoint, encode_fields
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvrelay.router.core.defaults import Defaults
+    from kvrelay.router.core.engine_defaults import Defaults
+    from kvrelay.router.core.first_events import FirstEvents
     from kvrelay.router.core.legs import ClientBody, Fields
-    from kvrelay.router.core.opening import Opening
 
 
-class Against(StrEnum):
+class SkipReason(StrEnum):
     """Why a stream's first token comes from D after all."""
 
     CONNECTOR = "connector"
@@ -84,33 +84,33 @@ FREE = frozenset({
 """Looked at by themselves, or part of the prompt only."""
 NUMBERS = frozenset({"top_p", "top_k", "min_p"})
 """Greedy decoding does not look at them."""
-NEUTRAL: dict[str, tuple[Against, tuple[bytes, ...]]] = {
-    "n": (Against.SAMPLING, (b"1", _NULL)),
-    "best_of": (Against.SAMPLING, (b"1", _NULL)),
-    "seed": (Against.SAMPLING, (_NULL,)),
-    "presence_penalty": (Against.SAMPLING, (b"0", b"0.0", _NULL)),
-    "frequency_penalty": (Against.SAMPLING, (b"0", b"0.0", _NULL)),
-    "repetition_penalty": (Against.SAMPLING, (b"1", b"1.0", _NULL)),
-    "logit_bias": (Against.SAMPLING, (b"{}", _NULL)),
-    "use_beam_search": (Against.SAMPLING, (_FALSE,)),
-    "min_tokens": (Against.MAX_TOKENS, (b"0",)),
-    "logprobs": (Against.LOGPROBS, (_NULL,)),
-    "top_logprobs": (Against.LOGPROBS, (b"0", _NULL)),
-    "prompt_logprobs": (Against.LOGPROBS, (_NULL,)),
-    "return_token_ids": (Against.LOGPROBS, (_FALSE, _NULL)),
-    "stop": (Against.STOP, (b"[]", _NULL)),
-    "stop_token_ids": (Against.STOP, (b"[]", _NULL)),
-    "include_stop_str_in_output": (Against.STOP, (_FALSE,)),
-    "ignore_eos": (Against.STOP, (_FALSE, _TRUE)),
-    "tools": (Against.GUIDED, (_NULL,)),
-    "tool_choice": (Against.GUIDED, (b'"none"',)),
-    "response_format": (Against.GUIDED, (_NULL,)),
-    "structured_outputs": (Against.GUIDED, (_NULL,)),
-    "reasoning_effort": (Against.GUIDED, (_NULL,)),
-    "echo": (Against.PROMPT, (_FALSE,)),
-    "suffix": (Against.PROMPT, (_NULL,)),
-    "skip_special_tokens": (Against.FIELD, (_TRUE,)),
-    "spaces_between_special_tokens": (Against.FIELD, (_TRUE,)),
+NEUTRAL: dict[str, tuple[SkipReason, tuple[bytes, ...]]] = {
+    "n": (SkipReason.SAMPLING, (b"1", _NULL)),
+    "best_of": (SkipReason.SAMPLING, (b"1", _NULL)),
+    "seed": (SkipReason.SAMPLING, (_NULL,)),
+    "presence_penalty": (SkipReason.SAMPLING, (b"0", b"0.0", _NULL)),
+    "frequency_penalty": (SkipReason.SAMPLING, (b"0", b"0.0", _NULL)),
+    "repetition_penalty": (SkipReason.SAMPLING, (b"1", b"1.0", _NULL)),
+    "logit_bias": (SkipReason.SAMPLING, (b"{}", _NULL)),
+    "use_beam_search": (SkipReason.SAMPLING, (_FALSE,)),
+    "min_tokens": (SkipReason.MAX_TOKENS, (b"0",)),
+    "logprobs": (SkipReason.LOGPROBS, (_NULL,)),
+    "top_logprobs": (SkipReason.LOGPROBS, (b"0", _NULL)),
+    "prompt_logprobs": (SkipReason.LOGPROBS, (_NULL,)),
+    "return_token_ids": (SkipReason.LOGPROBS, (_FALSE, _NULL)),
+    "stop": (SkipReason.STOP, (b"[]", _NULL)),
+    "stop_token_ids": (SkipReason.STOP, (b"[]", _NULL)),
+    "include_stop_str_in_output": (SkipReason.STOP, (_FALSE,)),
+    "ignore_eos": (SkipReason.STOP, (_FALSE, _TRUE)),
+    "tools": (SkipReason.GUIDED, (_NULL,)),
+    "tool_choice": (SkipReason.GUIDED, (b'"none"',)),
+    "response_format": (SkipReason.GUIDED, (_NULL,)),
+    "structured_outputs": (SkipReason.GUIDED, (_NULL,)),
+    "reasoning_effort": (SkipReason.GUIDED, (_NULL,)),
+    "echo": (SkipReason.PROMPT, (_FALSE,)),
+    "suffix": (SkipReason.PROMPT, (_NULL,)),
+    "skip_special_tokens": (SkipReason.FIELD, (_TRUE,)),
+    "spaces_between_special_tokens": (SkipReason.FIELD, (_TRUE,)),
 }
 """Values that change nothing, byte for byte, and why any other is against it."""
 _CHAT_NEUTRAL = {"logprobs": _FALSE, "parallel_tool_calls": _TRUE}
@@ -137,33 +137,33 @@ _read_messages = msgspec.json.Decoder(list[_Message]).decode
 _read_options = msgspec.json.Decoder(_StreamOptions | None).decode
 
 
-def reason_against(body: ClientBody) -> Against | None:
+def reason_against(body: ClientBody) -> SkipReason | None:
     """Why a stream cannot have its first token from P, as far as the request tells; None if it can."""
     if body.endpoint not in ENDPOINTS:
-        return Against.ENDPOINT
+        return SkipReason.ENDPOINT
     fields = body.fields
     neutral = _CHAT_NEUTRAL if body.endpoint is Endpoint.CHAT else {}
     for name, raw in fields.items():
         if name not in FREE and (against := _field_against(name, bytes(raw), neutral)) is not None:
             return against
     if _ZERO.fullmatch(_value(fields, "temperature")) is None:
-        return Against.SAMPLING
+        return SkipReason.SAMPLING
     if not _max_tokens_known(body):
-        return Against.MAX_TOKENS
+        return SkipReason.MAX_TOKENS
     if not _fits(_read_options, fields.get("stream_options", Raw(_NULL))):
-        return Against.STREAM_OPTIONS
+        return SkipReason.STREAM_OPTIONS
     if not _is_plain(body):
-        return Against.PROMPT
-    return None if body.model else Against.FIELD
+        return SkipReason.PROMPT
+    return None if body.model else SkipReason.FIELD
 
 
-def _field_against(name: str, value: bytes, neutral: Mapping[str, bytes]) -> Against | None:
+def _field_against(name: str, value: bytes, neutral: Mapping[str, bytes]) -> SkipReason | None:
     """Why a field's value makes a difference, if it may. ``neutral``: values that make none at this endpoint."""
     if value == neutral.get(name):
         return None
     if name in NUMBERS:
-        return None if _NUMBER.fullmatch(value) is not None else Against.FIELD
-    against, values = NEUTRAL.get(name, (Against.FIELD, ()))
+        return None if _NUMBER.fullmatch(value) is not None else SkipReason.FIELD
+    against, values = NEUTRAL.get(name, (SkipReason.FIELD, ()))
     return None if value in values else against
 
 
@@ -172,23 +172,23 @@ def is_stream(body: ClientBody) -> bool:
     return _value(body.fields, "stream") == _TRUE
 
 
-def limit_of(body: ClientBody, defaults: Defaults) -> int | Against | None:
+def limit_of(body: ClientBody, defaults: Defaults) -> int | SkipReason | None:
     """How many tokens one vLLM would give at most, so far as the model's context does not end it; None: that alone.
 
     Why the first token cannot come from P, if the engines would refuse, or add something to, the request.
     """
     if body.endpoint is Endpoint.CHAT and not defaults.plain_chat:
-        return Against.MODEL
+        return SkipReason.MODEL
     if defaults.changes_text:
-        return Against.MODEL
+        return SkipReason.MODEL
     asked = asked_tokens(body)
     if asked is not None and asked > defaults.max_model_len:
-        return Against.MAX_TOKENS  # the decode engine refuses it
+        return SkipReason.MAX_TOKENS  # the decode engine refuses it
     limits = [limit for limit in (asked, defaults.max_output) if limit is not None]
     if asked is None and defaults.default_output is not None:
         limits.append(defaults.default_output)
     limit = min(limits, default=None)
-    return limit if limit is None or limit > 1 else Against.MAX_TOKENS
+    return limit if limit is None or limit > 1 else SkipReason.MAX_TOKENS
 
 
 def asked_tokens(body: ClientBody) -> int | None:
@@ -208,7 +208,7 @@ def prefill_leg(body: ClientBody, params: bytes | None) -> bytes:
     return encode_fields(leg)
 
 
-def decode_leg(body: ClientBody, params: bytes, opening: Opening, limit: int | None) -> bytes:
+def decode_leg(body: ClientBody, params: bytes, opening: FirstEvents, limit: int | None) -> bytes:
     """The decode leg: the client's request for what follows the prompt and its first token.
 
     ``params``: JSON of ``kv_transfer_params``, an object that is not empty; ``limit``: as from `limit_of`.

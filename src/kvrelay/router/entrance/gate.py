@@ -7,12 +7,12 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from kvrelay.router.core.admission.asking import Asked, read_asked, read_priority
-from kvrelay.router.core.admission.gatekeeper import Entrant, TurnedAway
+from kvrelay.router.core.admission.queue import Entrant, Rejected
+from kvrelay.router.core.admission.request_cost import RequestCost, read_asked, read_priority
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.observing.usage import count_silent, read_usage
 from kvrelay.router.core.paths import Route
-from kvrelay.router.core.wishes import PRIORITY
+from kvrelay.router.core.request_options import PRIORITY
 from kvrelay.router.entrance.cors import Cors
 from kvrelay.router.entrance.keyring import Keyring
 from kvrelay.router.entrance.slots import Slots
@@ -138,18 +138,23 @@ class Gate:
             account.leave()
 
     async def _take_slot(
-        self, asked: Asked, priority: int, reply: Reply, serve: Callable[[], Awaitable[str]], account: Account | None
+        self,
+        asked: RequestCost,
+        priority: int,
+        reply: Reply,
+        serve: Callable[[], Awaitable[str]],
+        account: Account | None,
     ) -> str:
         if self._slots is None:
             return await self._serve_metered(asked, reply, serve, account)
         flow, weight = (account.key.name, account.key.weight) if account is not None else (NOBODY, 1.0)
-        got: Entrant | TurnedAway | None = None
+        got: Entrant | Rejected | None = None
         try:
             got = await self._slots.take(flow, priority=priority, cost=float(asked.tokens), weight=weight)
         finally:
             if account is not None and not isinstance(got, Entrant):  # it has not been served: it does not count
                 account.correct(-asked.tokens, asyncio.get_running_loop().time(), requests=-1.0)
-        if isinstance(got, TurnedAway):
+        if isinstance(got, Rejected):
             message = f"{_OVERLOADED[got.reason]}. Please try again in {got.retry_after_s} s."
             headers = [(b"retry-after", b"%d" % got.retry_after_s)]
             return self._refuse(reply, Refusal(503, got.reason, message), headers)
@@ -159,7 +164,7 @@ class Gate:
             self._slots.give_back(got)
 
     async def _serve_metered(
-        self, asked: Asked, reply: Reply, serve: Callable[[], Awaitable[str]], account: Account | None
+        self, asked: RequestCost, reply: Reply, serve: Callable[[], Awaitable[str]], account: Account | None
     ) -> str:
         if account is None or not account.meters_tokens:
             return await serve()
@@ -194,7 +199,7 @@ class Gate:
         return "error" if refusal.status >= 500 else "client_error"
 
 
-def _used(asked: Asked, reply: Reply, outcome: str) -> tuple[int, int]:
+def _used(asked: RequestCost, reply: Reply, outcome: str) -> tuple[int, int]:
     """Tokens of prompt and completion: as the answer says, by its events, or as estimated; none for errors."""
     tail = reply.tail
     if (usage := read_usage(tail)) is not None:
@@ -206,7 +211,7 @@ def _used(asked: Asked, reply: Reply, outcome: str) -> tuple[int, int]:
     return (asked.prompt_tokens if outcome == "ok" else 0), 0
 
 
-def _priority(request: Request, asked: Asked, account: Account | None) -> int | Refusal:
+def _priority(request: Request, asked: RequestCost, account: Account | None) -> int | Refusal:
     """The header's, the body's, or the most urgent ordinary one there is."""
     most_urgent = account.key.min_priority if account is not None else None
     priority = asked.priority
@@ -222,7 +227,7 @@ def _priority(request: Request, asked: Asked, account: Account | None) -> int | 
     return priority
 
 
-def _model_refused(account: Account, asked: Asked) -> Refusal | None:
+def _model_refused(account: Account, asked: RequestCost) -> Refusal | None:
     models = account.key.models
     if not models or asked.model in models:
         return None

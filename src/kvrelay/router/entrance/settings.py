@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from kvrelay.errors import ConfigError
 from kvrelay.hosts import is_loopback, split_url
-from kvrelay.router.core.admission.gatekeeper import Limits
 from kvrelay.router.core.admission.keys import KeyRing  # noqa: TC001 - msgspec looks at it
+from kvrelay.router.core.admission.queue import Limits
 from kvrelay.router.entrance.keyring import read_key_file
 from kvrelay.router.entrance.tls import TlsFiles, make_context
 
@@ -61,7 +61,7 @@ class EntranceConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> Limits:
-        """The gatekeeper's; its slots are set as engines come and go."""
+        """The queue's; its slots are set as engines come and go."""
         return Limits(queue=self.max_queued, wait_s=self.max_queue_wait_s)
 
     num_workers: int = 1

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from kvrelay.native import native
-from kvrelay.router.core.observing.seen import Seen
+from kvrelay.router.core.observing.observation import Observation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -48,7 +48,7 @@ class Request:
         self.body = body
         self.http_1_0 = http_1_0
         self.keep_alive = keep_alive
-        self.seen = Seen()
+        self.seen = Observation()
         self._by_name = first_by_name(headers) if by_name is None else by_name
 
     def header(self, name: bytes) -> bytes | None:

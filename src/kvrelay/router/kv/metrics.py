@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrelay.router.counting import Counter, Gauge, Histogram
+from kvrelay.router.metric_types import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

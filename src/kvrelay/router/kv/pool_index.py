@@ -19,10 +19,10 @@ from kvrelay.router.core.kv.pool_keys import names_of
 from kvrelay.router.models import PATH, key_of
 
 if TYPE_CHECKING:
-    from kvrelay.router.census import Census
     from kvrelay.router.core.policy.base import RequestView
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.messages import Request
+    from kvrelay.router.kv_compatibility import KvCompatibility
     from kvrelay.router.pool_link import PoolLink
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ _decode_cards = msgspec.json.Decoder(_Cards).decode
 class PoolIndex:
     """Asks the pool."""
 
-    def __init__(self, link: PoolLink, census: Census, engines: Engines) -> None:
-        """``census``: whose engines' keys are asked for."""
+    def __init__(self, link: PoolLink, compatibility: KvCompatibility, engines: Engines) -> None:
+        """``compatibility``: whose engines' keys are asked for."""
         self._link = link
-        self._census = census
+        self._compatibility = compatibility
         self._engines = engines
         self._circuit = Circuit(first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
         self._bases: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ class PoolIndex:
 
     async def held(self, view: RequestView, request: Request) -> int:
         """Tokens of a prompt that are whole in the pool, from the first on; 0 where nothing is known."""
-        naming, now = self._census.naming, self._engines.now
+        naming, now = self._compatibility.naming, self._engines.now
         if naming is None or not view.tokens or not self._circuit.ready(now):
             return 0
         if not await self._is_base(view.model, request):

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.router.core.lifecycle import TIMESTAMPS, Event, Lifecycle
 from kvrelay.router.core.observing.log_line import MAX_TEXT, log_line
-from kvrelay.router.core.observing.seen import Facts, Leg, Seen
+from kvrelay.router.core.observing.observation import Facts, Leg, Observation
 from kvrelay.router.core.observing.settings import Observing, observing_problems
 from kvrelay.router.core.observing.spans import Kind, Span, spans_of
 from kvrelay.router.core.observing.timings import Timings
@@ -38,14 +38,15 @@ def handed_over(story: list[tuple[Event, float]] = STORY, **more: Any) -> Facts:
     for event, moment in story:
         record.life.handle(event, OFFSET + moment)
     legs = [leg("P0", 0.5, 2.5, status=200), leg("D0", 2.5, 6.0, status=200)]
-    seen = Seen(arrived=0.0, answered=3.0, request_id=b"r-1", model="m", record=record, legs=legs)
+    seen = Observation(arrived=0.0, answered=3.0, request_id=b"r-1", model="m", record=record, legs=legs)
     return facts(**{"seen": seen, "ended": OFFSET + 6.0, "events": 4, **more})
 
 
 def facts(**more: Any) -> Facts:
     given: dict[str, Any] = {
-        "seen": Seen(), "method": "POST", "path": "/v1/completions", "outcome": "ok", "status": 200, "began": OFFSET,
-        "ended": OFFSET + 1.0, "request_bytes": 10, "answer_bytes": 20, "events": 0, "usage": None, "offset": OFFSET,
+        "seen": Observation(), "method": "POST", "path": "/v1/completions", "outcome": "ok", "status": 200,
+        "began": OFFSET, "ended": OFFSET + 1.0, "request_bytes": 10, "answer_bytes": 20, "events": 0, "usage": None,
+        "offset": OFFSET,
     }  # fmt: skip
     return Facts(**{**given, **more})
 
@@ -136,7 +137,7 @@ def test_what_there_is_not_is_left_out() -> None:
 
 def test_what_a_client_chooses_neither_breaks_nor_floods_the_log() -> None:
     nasty = 'x"\n' + "\u2028" * 2000
-    line = told(facts(path=nasty, seen=Seen(model=nasty, request_id=b'\xff"\n' * 2000)))
+    line = told(facts(path=nasty, seen=Observation(model=nasty, request_id=b'\xff"\n' * 2000)))
     assert max(len(line[name]) for name in ("path", "model", "request_id")) == MAX_TEXT
 
 
@@ -167,7 +168,7 @@ def test_a_failed_leg_is_a_failed_span_and_the_request_is_not() -> None:
 
 
 def test_a_leg_whose_turn_never_came_is_not_told_of() -> None:
-    waiting = facts(status=0, outcome="cancelled", seen=Seen(legs=[leg("D0", 0.0, 0.0, whole=False)]))
+    waiting = facts(status=0, outcome="cancelled", seen=Observation(legs=[leg("D0", 0.0, 0.0, whole=False)]))
     assert (waiting.queue_s, waiting.decoder, len(spans(waiting))) == (1.0, "", 1)
     assert "decode" not in told(waiting)
 

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from kvrelay.router.core.lifecycle import TIMESTAMPS
 
 if TYPE_CHECKING:
-    from kvrelay.router.core.observing.seen import Facts
+    from kvrelay.router.core.observing.observation import Facts
 
 MAX_TEXT = 256
 """Of what clients choose: names and paths."""

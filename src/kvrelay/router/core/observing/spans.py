@@ -24,7 +24,7 @@ from kvrelay.router.core.paths import pattern_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvrelay.router.core.observing.seen import Facts, Leg
+    from kvrelay.router.core.observing.observation import Facts, Leg
     from kvrelay.router.core.observing.traceparent import Trace
     from kvrelay.router.core.records import Record
 

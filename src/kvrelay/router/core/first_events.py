@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Raw, Struct
 
-from kvrelay.router.core.first_token import Against
+from kvrelay.router.core.first_token import SkipReason
 from kvrelay.router.core.legs import Endpoint
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _read_ids = msgspec.json.Decoder(list[int]).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Opening(Struct, frozen=True):
+class FirstEvents(Struct, frozen=True):
     """The beginning of an answer."""
 
     events: bytes
@@ -74,41 +74,41 @@ class _UsageChunk(Struct):
 _read_usage = msgspec.json.Decoder(_UsageChunk).decode
 
 
-def read_opening(endpoint: Endpoint, answer: bytes) -> Opening | Against:
+def read_opening(endpoint: Endpoint, answer: bytes) -> FirstEvents | SkipReason:
     """What a prefill leg's whole answer begins with; or why it cannot be used. Not of an answer that is no stream."""
     try:
         return _read_opening(endpoint, answer)
     except (msgspec.MsgspecError, RecursionError, KeyError):
-        return Against.ANSWER
+        return SkipReason.ANSWER
 
 
-def _read_opening(endpoint: Endpoint, answer: bytes) -> Opening | Against:
+def _read_opening(endpoint: Endpoint, answer: bytes) -> FirstEvents | SkipReason:
     chat = endpoint is Endpoint.CHAT
     *events, usage, done = answer.strip().split(b"\n\n") if answer.count(b"\n\n") > 1 else (b"", b"", b"")
     found = HEAD.match(events[0]) if events else None
     if found is None or done != DONE or len(events) != (2 if chat else 1):
-        return Against.ANSWER
+        return SkipReason.ANSWER
     head = found[1]
     if not all(event.startswith(b"data: %b," % head) for event in (*events, usage)):
-        return Against.ANSWER
+        return SkipReason.ANSWER
     chunks = [_read(event[6:]) for event in events]
     counted = _read_usage(usage[6:]).usage
     if any(not _is_plain(chunk) for chunk in chunks) or counted.completion_tokens_details is not None:
-        return Against.ANSWER
+        return SkipReason.ANSWER
     (choice,) = _read_choices(chunks[-1]["choices"])
     prompt_ids = bytes(chunks[0]["prompt_token_ids"] if chat else choice["prompt_token_ids"])
     num_prompt_tokens = counted.prompt_tokens
     said = _said(endpoint, choice)
     if said is None or prompt_ids.count(b",") + 1 != num_prompt_tokens or counted.completion_tokens != 1:
-        return Against.ANSWER
+        return SkipReason.ANSWER
     if choice["finish_reason"] != Raw(b'"length"'):
-        return Against.ENDED
+        return SkipReason.ENDED
     if not said.strip(" ") or said.endswith("\ufffd"):
-        return Against.PARTIAL_TEXT
+        return SkipReason.PARTIAL_TEXT
     (token_id,) = _read_ids(choice["token_ids"])
     opened = [_emptied(chunk) for chunk in chunks[:-1]] + [_emptied(chunks[-1], _opened(endpoint, choice))]
     sent = b"".join(b"data: %b\n\n" % _encode(chunk) for chunk in opened)
-    return Opening(sent, head, prompt_ids, num_prompt_tokens, token_id)
+    return FirstEvents(sent, head, prompt_ids, num_prompt_tokens, token_id)
 
 
 def _is_plain(chunk: Mapping[str, Raw]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.core.wholeness import StreamEnd, error_status, says_error
+from kvrelay.router.core.stream_end import StreamEnd, error_status, says_error
 
 
 @pytest.mark.parametrize(

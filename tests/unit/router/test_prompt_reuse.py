@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvrelay.router.core.legs import ClientBody, Endpoint, parse_fields
-from kvrelay.router.core.reuse import PromptIds, asking_for_ids, decode_leg, may_reuse, read_ids
+from kvrelay.router.core.prompt_reuse import PromptIds, asking_for_ids, decode_leg, may_reuse, read_ids
 
 COMPLETION = {"model": "m", "prompt": "hi", "max_tokens": 5}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -16,7 +16,7 @@ MAX_ERROR_BYTES = 4 << 20
 """Of an error's body."""
 
 
-class Repelled(Struct, frozen=True):
+class PendingError(Struct, frozen=True):
     """An engine's 5xx or 429 answer, or an error under 200, kept in case no other engine does better."""
 
     status: int
@@ -25,12 +25,12 @@ class Repelled(Struct, frozen=True):
     body: bytes
 
     @classmethod
-    async def take(cls, call: Call, *, timeout_s: float) -> Repelled:
+    async def take(cls, call: Call, *, timeout_s: float) -> PendingError:
         """Read it whole."""
         return cls.of(call, await call.read(limit_bytes=MAX_ERROR_BYTES, timeout_s=timeout_s))
 
     @classmethod
-    def of(cls, call: Call, body: bytes) -> Repelled:
+    def of(cls, call: Call, body: bytes) -> PendingError:
         """What ``call`` answered, whose whole body is there."""
         return cls(call.status, call.reason, end_to_end(call.headers, {b"content-length"}), body)
 

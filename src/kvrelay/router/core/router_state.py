@@ -1,7 +1,7 @@
 """How a router stands: who its engines are, and the settings that can change while it runs.
 
 Of several workers the first one decides, and the others go over to how it stands: all of it, each time. So it does not
-matter what one of them missed, and a worker that comes later, or in another's place, has it from any colleague.
+matter what one of them missed, and a worker that comes later, or in another's place, has it from any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvrelay.router.core.fleet import Engine
 
 
-class Member(Struct, frozen=True):
+class FleetMember(Struct, frozen=True):
     """An engine of the fleet."""
 
     name: str
@@ -33,7 +33,7 @@ class Member(Struct, frozen=True):
     """When it is cut off, on the host's monotonic clock, if it is leaving."""
 
 
-class Live(Struct, frozen=True, kw_only=True):
+class LiveSettings(Struct, frozen=True, kw_only=True):
     """Settings that can change, as of the router's configuration; those that are mappings there as pairs."""
 
     prefills: tuple[Address, ...]
@@ -48,16 +48,16 @@ class Live(Struct, frozen=True, kw_only=True):
     resilience: Resilience
 
 
-class Standing(Struct, frozen=True, kw_only=True):
+class RouterState(Struct, frozen=True, kw_only=True):
     """All of it. ``version``: what is later is larger; ``numbers``: of each role's next engine."""
 
     version: int
-    members: tuple[Member, ...]
+    members: tuple[FleetMember, ...]
     numbers: dict[Role, int]
-    live: Live
+    live: LiveSettings
 
 
-class Duty(Struct, frozen=True):
+class EngineStatus(Struct, frozen=True):
     """What a worker knows of an engine: the requests it has there, and how it finds it."""
 
     in_flight: int = 0
@@ -67,19 +67,19 @@ class Duty(Struct, frozen=True):
     down: bool = False
 
 
-def duty_of(engine: Engine, now: float) -> Duty:
+def status_of(engine: Engine, now: float) -> EngineStatus:
     """As one worker sees it."""
     health, load = engine.health, engine.load
-    return Duty(load.in_flight, load.handovers, health.failures, health.is_resting(now), health.down)
+    return EngineStatus(load.in_flight, load.handovers, health.failures, health.is_resting(now), health.down)
 
 
-def together(duties: Iterable[Duty]) -> Duty:
+def combined(statuses: Iterable[EngineStatus]) -> EngineStatus:
     """As all workers see it: what they have there is added up, and whoever finds it ill counts."""
-    found = list(duties)
-    return Duty(
-        sum(duty.in_flight for duty in found),
-        sum(duty.handovers for duty in found),
-        max((duty.failures for duty in found), default=0),
-        any(duty.resting for duty in found),
-        any(duty.down for duty in found),
+    found = list(statuses)
+    return EngineStatus(
+        sum(status.in_flight for status in found),
+        sum(status.handovers for status in found),
+        max((status.failures for status in found), default=0),
+        any(status.resting for status in found),
+        any(status.down for status in found),
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Census:
+class KvCompatibility:
     """What the last look at the pool's registered engines found."""
 
     def __init__(self, names: Collection[str], metrics: RouterMetrics) -> None:

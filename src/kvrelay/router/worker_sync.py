@@ -14,43 +14,43 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvrelay.errors import DeadlineError, KvRelayError
-from kvrelay.router.core.standing import Duty, Standing
+from kvrelay.router.core.router_state import EngineStatus, RouterState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvrelay.router.colleagues import Colleagues
     from kvrelay.router.saved_state import SavedState
+    from kvrelay.router.worker_peers import WorkerPeers
 
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
 """Between two attempts to tell a worker, or to find out whether it still needs an engine."""
-_STANDING = msgspec.msgpack.Decoder(Standing).decode
-_DUTIES = msgspec.msgpack.Decoder(dict[str, Duty]).decode
+_STATE = msgspec.msgpack.Decoder(RouterState).decode
+_STATUSES = msgspec.msgpack.Decoder(dict[str, EngineStatus]).decode
 _DONE = b"done"
 
 
-class Concert:
+class WorkerSync:
     """One worker's part in it."""
 
     def __init__(
         self,
-        colleagues: Colleagues | None,
-        stand: Callable[[int], Standing],
-        adopt: Callable[[Standing], None],
-        duties: Callable[[], dict[str, Duty]],
+        peers: WorkerPeers | None,
+        read_state: Callable[[int], RouterState],
+        adopt: Callable[[RouterState], None],
+        statuses: Callable[[], dict[str, EngineStatus]],
         saved: SavedState | None = None,
     ) -> None:
-        """``colleagues``: None for a router of one process; ``saved``: what is kept should all workers end.
+        """``peers``: None for a router of one process; ``saved``: what is kept should all workers end.
 
-        ``stand``: how this worker stands, under a version; ``adopt``: go over to how another one does; ``duties``: what
-        this worker knows of its engines, by their names.
+        ``read_state``: how this worker stands, under a version; ``adopt``: go over to how another one does;
+        ``statuses``: what this worker knows of its engines, by their names.
         """
-        self._colleagues = colleagues
-        self._stand = stand
+        self._peers = peers
+        self._read_state = read_state
         self._adopt = adopt
-        self._duties = duties
+        self._read_statuses = statuses
         self._saved = saved
         self._version = 0
         """Of the last change; 0: the first worker has not begun."""
@@ -60,31 +60,31 @@ class Concert:
     @property
     def leads(self) -> bool:
         """Whether this worker decides."""
-        return self._colleagues is None or self._colleagues.number == 0
+        return self._peers is None or self._peers.number == 0
 
     async def begin(self) -> None:
         """Go over to how the others stand, if any are there yet, or stood when the last of them ended."""
-        if self._colleagues is None:
+        if self._peers is None:
             return
-        said = [_STANDING(answer) for answer in await self._colleagues.ask_standing() if answer]
+        said = [_STATE(answer) for answer in await self._peers.ask_states() if answer]
         if self._saved is not None and (saved := self._saved.load()):
-            said.append(_STANDING(saved))
+            said.append(_STATE(saved))
         if not said:
             self.changed()  # so that whoever comes later has how we stand, whatever the configuration file says then
             return
         try:
-            self._take(max(said, key=lambda standing: standing.version))
+            self._take(max(said, key=lambda state: state.version))
         except KvRelayError as error:
             logger.error("this worker cannot make the changes since the start: %s", error)  # noqa: TRY400
         self._tell_others()  # whoever sat here before may have ended before all had heard
 
     def changed(self) -> None:
         """Something is other than it was: tell the others, in the background."""
-        if self._colleagues is None or not self.leads:
+        if self._peers is None or not self.leads:
             return
         self._version = time.monotonic_ns()
         if self._saved is not None:
-            self._saved.save(self.standing())
+            self._saved.save(self.state())
         self._tell_others()
 
     def _tell_others(self) -> None:
@@ -104,18 +104,18 @@ class Concert:
             numbers = ", ".join(map(str, self._behind))
             raise DeadlineError(f"done, but not yet by all workers: {numbers} did not answer, and will be told again")
 
-    async def whereabouts(self) -> list[dict[str, Duty]]:
+    async def engine_statuses(self) -> list[dict[str, EngineStatus]]:
         """What each worker that answers knows of its engines, this one first."""
-        if self._colleagues is None:
-            return [self._duties()]
-        told = [_DUTIES(answer) for answer in await self._colleagues.ask_duties() if answer]
-        return [self._duties(), *told]
+        if self._peers is None:
+            return [self._read_statuses()]
+        told = [_STATUSES(answer) for answer in await self._peers.ask_statuses() if answer]
+        return [self._read_statuses(), *told]
 
     async def left(self, engine: str, by: float) -> None:
         """Wait until no other worker needs an engine that leaves, or until ``by``, on the host's monotonic clock."""
-        if self._colleagues is None or not self.leads:
+        if self._peers is None or not self.leads:
             return
-        while any(engine in duties for duties in (await self.whereabouts())[1:]):
+        while any(engine in statuses for statuses in (await self.engine_statuses())[1:]):
             if time.monotonic() > by:
                 logger.warning("%s: a worker has not let go of it in time", engine)
                 return
@@ -127,36 +127,36 @@ class Concert:
             self._chasing.cancel()
             await asyncio.wait({self._chasing})
 
-    # --- asked by a colleague ---
+    # --- asked by another worker ---
 
-    def standing(self) -> bytes:
+    def state(self) -> bytes:
         """How this worker stands; empty until it knows."""
-        return msgspec.msgpack.encode(self._stand(self._version)) if self._version else b""
+        return msgspec.msgpack.encode(self._read_state(self._version)) if self._version else b""
 
-    def told(self, standing: bytes) -> bytes:
+    def told(self, state: bytes) -> bytes:
         """Go over to how the first worker stands."""
         try:
-            self._take(_STANDING(standing))
+            self._take(_STATE(state))
         except KvRelayError as error:
             logger.error("this worker cannot make the first worker's change: %s", error)  # noqa: TRY400 - said in full
             return str(error).encode()
         return _DONE
 
-    def duties(self) -> bytes:
+    def statuses(self) -> bytes:
         """What this worker knows of its engines."""
-        return msgspec.msgpack.encode(self._duties())
+        return msgspec.msgpack.encode(self._read_statuses())
 
     # --- the rest ---
 
-    def _take(self, standing: Standing) -> None:
-        if standing.version > self._version:
-            self._adopt(standing)
-            self._version = max(self._version, standing.version)
+    def _take(self, state: RouterState) -> None:
+        if state.version > self._version:
+            self._adopt(state)
+            self._version = max(self._version, state.version)
 
     async def _spread(self) -> None:
-        assert self._colleagues is not None
+        assert self._peers is not None
         version = self._version
-        answers = await self._colleagues.tell_standing(self.standing())
+        answers = await self._peers.tell_state(self.state())
         if version == self._version:
             self._behind = tuple(number for number, answer in answers if answer not in {_DONE, None})
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvrelay.router.core.reuse import asking_for_ids, decode_leg, may_reuse, read_ids
+from kvrelay.router.core.prompt_reuse import asking_for_ids, decode_leg, may_reuse, read_ids
 from kvrelay.router.models import key_of
 from kvrelay.types import Tokenising
 
 if TYPE_CHECKING:
     from kvrelay.router.core.fleet import Engine
-    from kvrelay.router.core.reuse import PromptIds
+    from kvrelay.router.core.prompt_reuse import PromptIds
     from kvrelay.router.handover import Handover
 
 

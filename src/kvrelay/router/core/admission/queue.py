@@ -47,7 +47,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Entrant(Struct, eq=False):
-    """A request at the entrance. Made by `Gatekeeper.enter`; its fields are for reading."""
+    """A request at the entrance. Made by `AdmissionQueue.enter`; its fields are for reading."""
 
     flow: str
     priority: int
@@ -63,13 +63,13 @@ class Entrant(Struct, eq=False):
         return self.priority < 0
 
 
-class LetIn(Struct, frozen=True):
-    """It has a slot, until `Gatekeeper.leave`."""
+class Admitted(Struct, frozen=True):
+    """It has a slot, until `AdmissionQueue.leave`."""
 
     entrant: Entrant
 
 
-class TurnedAway(Struct, frozen=True):
+class Rejected(Struct, frozen=True):
     """It has no slot, and waits no longer. ``reason``: ``queue_full`` or ``queue_timeout``."""
 
     entrant: Entrant
@@ -77,7 +77,7 @@ class TurnedAway(Struct, frozen=True):
     retry_after_s: int
 
 
-Decision = LetIn | TurnedAway
+Decision = Admitted | Rejected
 
 
 class _Flow:
@@ -170,7 +170,7 @@ class _Lane:
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
 
 
-class Gatekeeper:
+class AdmissionQueue:
     """Slots and the queue before them. Every method that can free or give a slot returns what is decided by it."""
 
     def __init__(self, limits: Limits) -> None:
@@ -218,9 +218,9 @@ class Gatekeeper:
         if self.queued >= self.limits.queue:
             last = self._over_represented(entrant, weight)
             if last is None:
-                return entrant, [TurnedAway(entrant, "queue_full", self.retry_after_s())]
+                return entrant, [Rejected(entrant, "queue_full", self.retry_after_s())]
             self._take_out(last)
-            decisions.append(TurnedAway(last, "queue_full", self.retry_after_s()))
+            decisions.append(Rejected(last, "queue_full", self.retry_after_s()))
         self._weights[flow] = weight
         self._queued[flow] = self._queued.get(flow, 0) + 1
         lane.add(entrant, weight)
@@ -241,7 +241,7 @@ class Gatekeeper:
         late = [entrant for lane in (self._express, self._ordinary) for entrant in lane if entrant.expires_at <= now]
         for entrant in late:
             self._take_out(entrant)
-        return [TurnedAway(entrant, "queue_timeout", self.retry_after_s()) for entrant in late]
+        return [Rejected(entrant, "queue_timeout", self.retry_after_s()) for entrant in late]
 
     def resize(self, slots: float, now: float) -> list[Decision]:
         """There are more slots now, or fewer: whoever is inside stays."""
@@ -270,10 +270,10 @@ class Gatekeeper:
     def _lane(self, entrant: Entrant) -> _Lane:
         return self._express if entrant.express else self._ordinary
 
-    def _let_in(self, entrant: Entrant, now: float) -> LetIn:
+    def _let_in(self, entrant: Entrant, now: float) -> Admitted:
         entrant.let_in_at = now
         self._inside += 1
-        return LetIn(entrant)
+        return Admitted(entrant)
 
     def _fill(self, now: float) -> list[Decision]:
         decisions: list[Decision] = []

@@ -58,7 +58,7 @@ async def test_engines_that_cannot_exchange_kv_are_told_once_and_served_all_the_
     """1. P0 and D0 differ at the router's start. 2. D0 is gone: who is left beside P0 was never meant for it. 3. D0 is
     back, with P0's settings.
     """
-    monkeypatch.setattr(pool_link, "CENSUS_S", 0.02)
+    monkeypatch.setattr(pool_link, "COMPATIBILITY_S", 0.02)
     monkeypatch.setattr(pool_link, "CHECK_S", 0.01)
     fakes = [await engine(), await engine()]
     prefill = await register(pool, "P0", "a", kv_dtype="float32", layers="4")

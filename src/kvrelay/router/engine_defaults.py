@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from kvrelay.router.core.defaults import Said, ask_defaults
+from kvrelay.router.core.engine_defaults import Said, ask_defaults
 from kvrelay.router.errors import EngineError, EngineSilentError
 
 if TYPE_CHECKING:
-    from kvrelay.router.core.defaults import Defaults
+    from kvrelay.router.core.engine_defaults import Defaults
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.messages import Headers
@@ -41,7 +41,7 @@ class _Known(Struct):
     """Loop time."""
 
 
-class DefaultsDesk:
+class EngineDefaults:
     """Knows what it was asked about before. Made and used in one event loop."""
 
     def __init__(self, engines: Engines) -> None:

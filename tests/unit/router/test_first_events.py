@@ -9,9 +9,9 @@ import pytest
 
 from kvrelay.router.core.continuation import Continuation
 from kvrelay.router.core.events import EventCutter
-from kvrelay.router.core.first_token import Against
+from kvrelay.router.core.first_events import FirstEvents, read_opening
+from kvrelay.router.core.first_token import SkipReason
 from kvrelay.router.core.legs import Endpoint
-from kvrelay.router.core.opening import Opening, read_opening
 
 DONE = b"data: [DONE]\n\n"
 HEAD = {"id": "x-1", "object": "text_completion", "created": 7, "model": 'm"/\\'}
@@ -52,9 +52,9 @@ def chat_answer(said: dict[str, Any] | None = None, **more: Any) -> bytes:
     return role + last + event([], usage=usage(2, 1)) + DONE
 
 
-def opened(endpoint: Endpoint, answer: bytes) -> Opening:
+def opened(endpoint: Endpoint, answer: bytes) -> FirstEvents:
     opening = read_opening(endpoint, answer)
-    assert isinstance(opening, Opening)
+    assert isinstance(opening, FirstEvents)
     return opening
 
 
@@ -78,14 +78,14 @@ def test_text_is_moved_as_it_stands() -> None:
 
 @pytest.mark.parametrize("said", ["", " ", "\ufffd", " a\ufffd"])
 def test_a_token_that_is_no_whole_text_is_left_to_d(said: str) -> None:
-    assert read_opening(Endpoint.COMPLETIONS, completion_answer(said)) is Against.PARTIAL_TEXT
-    assert read_opening(Endpoint.CHAT, chat_answer({"content": said})) is Against.PARTIAL_TEXT
+    assert read_opening(Endpoint.COMPLETIONS, completion_answer(said)) is SkipReason.PARTIAL_TEXT
+    assert read_opening(Endpoint.CHAT, chat_answer({"content": said})) is SkipReason.PARTIAL_TEXT
 
 
 def test_a_token_that_ends_the_answer_is_left_to_d() -> None:
     ends: dict[str, Any] = {"finish_reason": "stop"}
-    assert read_opening(Endpoint.COMPLETIONS, completion_answer("", **ends)) is Against.ENDED
-    assert read_opening(Endpoint.CHAT, chat_answer({"content": "x"}, **ends)) is Against.ENDED
+    assert read_opening(Endpoint.COMPLETIONS, completion_answer("", **ends)) is SkipReason.ENDED
+    assert read_opening(Endpoint.CHAT, chat_answer({"content": "x"}, **ends)) is SkipReason.ENDED
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_a_token_that_ends_the_answer_is_left_to_d() -> None:
     ],
 )  # fmt: skip
 def test_an_answer_with_anything_unknown_is_not_used(answer: bytes) -> None:
-    assert read_opening(Endpoint.COMPLETIONS, answer) is Against.ANSWER
+    assert read_opening(Endpoint.COMPLETIONS, answer) is SkipReason.ANSWER
 
 
 @pytest.mark.parametrize("said", [{}, {"reasoning": "x"}, {"content": "a", "reasoning": None}, {"tool_calls": []}])
 def test_a_chats_chunk_must_be_plain_content(said: dict[str, Any]) -> None:
-    assert read_opening(Endpoint.CHAT, chat_answer(said)) is Against.ANSWER
+    assert read_opening(Endpoint.CHAT, chat_answer(said)) is SkipReason.ANSWER
 
 
 # --- D's stream ---

@@ -12,13 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvrelay.errors import ConflictError, DeadlineError, NotFoundError
-from kvrelay.router import colleagues, concert
-from kvrelay.router.colleagues import Party
+from kvrelay.router import worker_peers, worker_sync
 from kvrelay.router.config import RouterSettings, check_settings
 from kvrelay.router.core.fleet import Role, parse_address
 from kvrelay.router.core.resilience import Resilience
 from kvrelay.router.saved_state import SavedState
 from kvrelay.router.service import RouterService
+from kvrelay.router.worker_peers import WorkerGroup
 from kvrelay.router.workers import Seat, _listen
 from kvrelay.testing.fake_engine import DONE, stream
 from kvrelay.testing.raw_http import RawClient
@@ -40,8 +40,8 @@ async def engines(engine: Any) -> list[FakeEngine]:
 @pytest.fixture
 async def worker(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Start the router's worker of a number, of two, in front of the first two engines, or with other ``decodes``."""
-    monkeypatch.setattr(concert, "AGAIN_S", 0.01)
-    party, saved, told = Party.new(), SavedState.new(), os.open(os.devnull, os.O_WRONLY)
+    monkeypatch.setattr(worker_sync, "AGAIN_S", 0.01)
+    group, saved, told = WorkerGroup.new(), SavedState.new(), os.open(os.devnull, os.O_WRONLY)
     started: list[RouterService] = []
 
     async def start(number: int, *decodes: FakeEngine) -> RouterService:
@@ -50,7 +50,7 @@ async def worker(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> 
             prefill=[engines[0].url], decode=decode, port=0, drain_timeout_s=0.2,
             resilience=Resilience(probe_interval_s=0.0), workers=2,
         )  # fmt: skip
-        seat = Seat(number, 2, _listen("127.0.0.1", 0), party, saved, told)
+        seat = Seat(number, 2, _listen("127.0.0.1", 0), group, saved, told)
         service = RouterService(await asyncio.to_thread(check_settings, settings), None, seat=seat)
         await service.start()
         started.append(service)
@@ -82,19 +82,19 @@ async def test_what_changes_at_the_first_worker_changes_at_all(engines: list[Fak
     fleet = first.fleet
     fleet.add(Role.DECODE, parse_address(engines[2].url))
     fleet.add(Role.PREFILL, parse_address(engines[3].url), "spare")
-    await first.concert.settled()
+    await first.worker_sync.settled()
     assert told_of(second) == told_of(first)
     assert set(told_of(second)) == {"P0", "D0", "D1", "spare"}
     fleet.drain("D0")
     fleet.set_role("spare", Role.DECODE)
-    await first.concert.settled()
+    await first.worker_sync.settled()
     assert told_of(second) == told_of(first)
     assert told_of(second)["D0"][2] == "draining"
     fleet.resume("D0")
     fleet.set_role("D0", Role.PREFILL)
     fleet.remove("P0", 0.0)
     await until(lambda: "P0" not in told_of(first))
-    await first.concert.settled()
+    await first.worker_sync.settled()
     assert told_of(second) == told_of(first)
     applied = first.apply(replace(first.config, prefills=(), decode_timeout_s=33.0))
     assert applied.settings == ["prefill", "decode_timeout"]
@@ -107,7 +107,7 @@ async def test_roles_may_be_exchanged_in_one_go(engines: list[FakeEngine], worke
     first, second = await worker(0), await worker(1)
     config = first.config
     first.apply(replace(config, prefills=config.decodes, decodes=config.prefills))
-    await first.concert.settled()
+    await first.worker_sync.settled()
     assert told_of(second) == told_of(first)
     assert told_of(second)["P0"][0] == "decode"
     assert engines
@@ -120,7 +120,7 @@ async def test_an_engine_has_not_left_while_any_worker_needs_it(engines: list[Fa
     first, second = await worker(0), await worker(1)
     url = parse_address(engines[2].url)
     first.fleet.add(Role.DECODE, url)
-    await first.concert.settled()
+    await first.worker_sync.settled()
     second.fleet.drain("D0")  # so that the second's stream goes to D1
     gate = asyncio.Semaphore(1)
     engines[2].script(stream([FIRST, DONE], gate=gate))
@@ -129,9 +129,9 @@ async def test_an_engine_has_not_left_while_any_worker_needs_it(engines: list[Fa
         await client.head()
         assert await client.chunk() == FIRST
         first.fleet.remove("D1", LONG_S)
-        await first.concert.settled()
+        await first.worker_sync.settled()
         assert second.fleet.find("D1").leaving
-        seen = [duties["D1"].in_flight for duties in await first.concert.whereabouts()]
+        seen = [duties["D1"].in_flight for duties in await first.worker_sync.engine_statuses()]
         assert seen == [0, 1]
         with pytest.raises(ConflictError, match="which is leaving"):
             first.fleet.add(Role.DECODE, url)
@@ -145,14 +145,14 @@ async def test_an_engine_has_not_left_while_any_worker_needs_it(engines: list[Fa
 async def test_who_comes_later_stands_as_the_others_do(engines: list[FakeEngine], worker: Start) -> None:
     first = await worker(0)
     first.fleet.add(Role.DECODE, parse_address(engines[2].url))
-    await first.concert.settled()  # nobody else is there
+    await first.worker_sync.settled()  # nobody else is there
     second = await worker(1)
     assert told_of(second) == told_of(first)
     await first.stop()
     successor = await worker(0)
     assert told_of(successor) == told_of(second)
     successor.fleet.add(Role.DECODE, parse_address(engines[3].url))
-    await successor.concert.settled()
+    await successor.worker_sync.settled()
     assert set(told_of(second)) == {"P0", "D0", "D1", "D2"}
     with pytest.raises(NotFoundError):
         second.fleet.find("D3")
@@ -169,7 +169,7 @@ async def test_who_comes_later_with_another_configuration_stands_as_the_others_d
     second = await worker(1, engines[3], engines[1], engines[2])
     assert told_of(second) == told_of(first)
     first.fleet.add(Role.DECODE, parse_address(engines[1].url))
-    await first.concert.settled()
+    await first.worker_sync.settled()
     assert told_of(second) == told_of(first)
     assert set(told_of(second)) == {"P0", "D1", "D2"}
 
@@ -178,14 +178,14 @@ async def test_who_comes_once_all_are_gone_stands_as_they_did(engines: list[Fake
     first, second = await worker(0), await worker(1)
     first.fleet.add(Role.DECODE, parse_address(engines[2].url))
     first.fleet.drain("D0")
-    await first.concert.settled()
+    await first.worker_sync.settled()
     stood = told_of(first)
     await first.stop()
     await second.stop()
     second, first = await worker(1), await worker(0)
     assert told_of(second) == told_of(first) == stood
     first.fleet.add(Role.DECODE, parse_address(engines[3].url))
-    await first.concert.settled()
+    await first.worker_sync.settled()
     assert set(told_of(second)) == {"P0", "D0", "D1", "D2"}
 
 
@@ -193,9 +193,9 @@ async def test_what_the_first_worker_had_told_nobody_before_it_ended_is_told_by_
     engines: list[FakeEngine], worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = await worker(0), await worker(1)
-    await first.concert.settled()
+    await first.worker_sync.settled()
     with monkeypatch.context() as deaf:
-        deaf.setattr(second.concert, "told", lambda _: b"not heard")
+        deaf.setattr(second.worker_sync, "told", lambda _: b"not heard")
         first.fleet.add(Role.DECODE, parse_address(engines[2].url))
         await first.stop()
     await worker(0)
@@ -205,18 +205,18 @@ async def test_what_the_first_worker_had_told_nobody_before_it_ended_is_told_by_
 async def test_a_worker_that_does_not_hear_is_named_and_told_again(
     engines: list[FakeEngine], worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(colleagues, "WAIT_S", 0.1)
+    monkeypatch.setattr(worker_peers, "WAIT_S", 0.1)
     first, second = await worker(0), await worker(1)
-    await first.concert.settled()
-    hearing = second.concert.told
-    monkeypatch.setattr(second.concert, "told", lambda _: b"I would rather not")
+    await first.worker_sync.settled()
+    hearing = second.worker_sync.told
+    monkeypatch.setattr(second.worker_sync, "told", lambda _: b"I would rather not")
     first.fleet.add(Role.DECODE, parse_address(engines[2].url))
     with pytest.raises(DeadlineError, match="not yet by all workers: 1 did not"):
-        await first.concert.settled()
+        await first.worker_sync.settled()
     assert "D1" not in told_of(second)
-    monkeypatch.setattr(second.concert, "told", hearing)
+    monkeypatch.setattr(second.worker_sync, "told", hearing)
     await until(lambda: "D1" in told_of(second))
-    await first.concert.settled()
+    await first.worker_sync.settled()
 
 
 async def test_an_address_that_one_worker_has_not_let_go_is_taken_up_later(
@@ -226,7 +226,7 @@ async def test_an_address_that_one_worker_has_not_let_go_is_taken_up_later(
     the second cannot have it yet, and is told again. 3. The stream ends: it has.
     """
     first, second = await worker(0), await worker(1)
-    await first.concert.settled()
+    await first.worker_sync.settled()
     url = parse_address(engines[2].url)
     second.fleet.add(Role.DECODE, url, "old")
     second.fleet.drain("D0")
@@ -240,7 +240,7 @@ async def test_an_address_that_one_worker_has_not_let_go_is_taken_up_later(
         second.fleet.remove("old", LONG_S)
         first.fleet.add(Role.DECODE, url, "new")
         with pytest.raises(DeadlineError, match="workers: 1"):
-            await first.concert.settled()
+            await first.worker_sync.settled()
         gate.release()
         assert await client.chunk() == DONE
         assert await client.chunk() == b""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrelay.errors import BadRequestError, ConflictError, KvRelayError, NotFoundError
 from kvrelay.router.core.fleet import Address, Role, make_engines
 from kvrelay.router.core.health import HealthSettings
-from kvrelay.router.core.roster import Roster, wanted
+from kvrelay.router.core.membership import Membership, wanted
 
 P, D = Role.PREFILL, Role.DECODE
 SETTINGS = HealthSettings()
@@ -21,15 +21,15 @@ def at(port: int) -> Address:
     return Address("h", port)
 
 
-def roster(prefills: int = 1, decodes: int = 2, *, allowed: bool = True) -> Roster:
+def membership(prefills: int = 1, decodes: int = 2, *, allowed: bool = True) -> Membership:
     """Prefill engines at ports 1, 2, ..., decode engines at 11, 12, ...."""
     some = make_engines(P, [at(1 + i) for i in range(prefills)], SETTINGS)
     others = make_engines(D, [at(11 + i) for i in range(decodes)], SETTINGS)
-    return Roster(some + others, SETTINGS, prefills=allowed)
+    return Membership(some + others, SETTINGS, prefills=allowed)
 
 
 def test_new_engines_get_the_next_name_of_their_role_and_no_name_comes_back() -> None:
-    fleet = roster()
+    fleet = membership()
     assert fleet.add(P, at(2)).name == "P1"
     fleet.remove(fleet.find("P1"))
     assert fleet.add(P, at(2)).name == "P2"
@@ -49,11 +49,11 @@ def test_new_engines_get_the_next_name_of_their_role_and_no_name_comes_back() ->
 )
 def test_what_cannot_join_is_told_why(port: int, name: str, error: type[KvRelayError], says: str) -> None:
     with pytest.raises(error, match=says):
-        roster().add(P, at(port), name)
+        membership().add(P, at(port), name)
 
 
 def test_where_nothing_is_handed_over_there_are_no_prefill_engines() -> None:
-    fleet = roster(prefills=0, allowed=False)
+    fleet = membership(prefills=0, allowed=False)
     with pytest.raises(BadRequestError, match="decode engines only"):
         fleet.add(P, at(1))
     with pytest.raises(BadRequestError, match="decode engines only"):
@@ -61,7 +61,7 @@ def test_where_nothing_is_handed_over_there_are_no_prefill_engines() -> None:
 
 
 def test_the_last_decode_engine_that_takes_requests_stays() -> None:
-    fleet = roster()
+    fleet = membership()
     fleet.drain(fleet.find("D1"))
     last = fleet.find("D0")
     for change in (lambda: fleet.drain(last), lambda: fleet.leave(last), lambda: fleet.set_role(last, P)):
@@ -73,7 +73,7 @@ def test_the_last_decode_engine_that_takes_requests_stays() -> None:
 
 
 def test_an_engine_in_another_role_keeps_its_name_health_and_load() -> None:
-    fleet = roster()
+    fleet = membership()
     old = fleet.find("D0")
     new = fleet.set_role(old, P)
     assert (new.name, new.role, new.address) == ("D0", P, old.address)
@@ -85,11 +85,11 @@ def test_an_engine_in_another_role_keeps_its_name_health_and_load() -> None:
 
 def test_an_unknown_engine_is_told_with_those_there_are() -> None:
     with pytest.raises(NotFoundError, match="no engine 'X': there are P0, D0, D1"):
-        roster().find("X")
+        membership().find("X")
 
 
 def test_a_new_configuration_adds_removes_and_moves_and_leaves_alone_what_was_added_by_hand() -> None:
-    fleet = roster(prefills=2, decodes=2)
+    fleet = membership(prefills=2, decodes=2)
     by_hand = fleet.add(D, at(30))
     plan = fleet.plan(wanted([at(1), at(11)], [at(12), at(13)]))
     assert plan.add == ((D, at(13)),)
@@ -100,12 +100,12 @@ def test_a_new_configuration_adds_removes_and_moves_and_leaves_alone_what_was_ad
 
 
 def test_the_same_configuration_changes_nothing() -> None:
-    plan = roster().plan(wanted([at(1)], [at(11), at(12)]))
+    plan = membership().plan(wanted([at(1)], [at(11), at(12)]))
     assert (plan.add, plan.keep, plan.move, plan.remove) == ((), (), (), ())
 
 
 def test_an_engine_that_is_leaving_stays_if_it_is_configured_again() -> None:
-    fleet = roster()
+    fleet = membership()
     leaving = fleet.find("D1")
     fleet.leave(leaving)
     assert fleet.plan(wanted([], [at(12)])).keep == (leaving,)
@@ -113,7 +113,7 @@ def test_an_engine_that_is_leaving_stays_if_it_is_configured_again() -> None:
 
 
 def test_a_configuration_that_leaves_nobody_to_answer_is_refused() -> None:
-    fleet = roster()
+    fleet = membership()
     fleet.drain(fleet.find("D1"))
     with pytest.raises(ConflictError, match="no decode engine would take requests"):
         fleet.plan(wanted([at(11)], [at(12)]))
@@ -137,14 +137,14 @@ changes = st.lists(
 
 @given(changes)
 def test_whatever_happens_names_are_unique_and_somebody_can_answer(events: list[tuple[object, ...]]) -> None:
-    fleet = roster()
+    fleet = membership()
     for event in events:
         with contextlib.suppress(ConflictError, NotFoundError):
             change(fleet, event)
         fleet.check_integrity()
 
 
-def change(fleet: Roster, event: tuple[object, ...]) -> None:
+def change(fleet: Membership, event: tuple[object, ...]) -> None:
     match event:
         case ("add", Role() as role, int(port)):
             fleet.add(role, at(port))
@@ -165,7 +165,7 @@ def change(fleet: Roster, event: tuple[object, ...]) -> None:
             raise AssertionError(event)
 
 
-def carry_out(fleet: Roster, prefills: list[int], decodes: list[int]) -> None:
+def carry_out(fleet: Membership, prefills: list[int], decodes: list[int]) -> None:
     """As the shell does it. Once a plan is made, every step of it works."""
     plan = fleet.plan(wanted([at(p) for p in prefills if p not in decodes], [at(p) for p in decodes]))
     try:

@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0
 """After which an engine is not well."""
 
 
-class Checkups:
+class HealthChecks:
     """Asks engines, and remembers what they said."""
 
     def __init__(self, engines: Engines) -> None:

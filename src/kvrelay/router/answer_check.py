@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvrelay.router.core.answers import JSON
-from kvrelay.router.core.wholeness import error_status, says_error
+from kvrelay.router.core.stream_end import error_status, says_error
 from kvrelay.router.errors import EmptyAnswerError
 from kvrelay.router.http.messages import find
-from kvrelay.router.repelled import Repelled
+from kvrelay.router.pending_error import PendingError
 
 if TYPE_CHECKING:
     from kvrelay.router.http.call import Call
@@ -22,7 +22,7 @@ HOLD_BYTES = 1 << 20
 """Of a JSON answer; what is longer is passed on as it comes."""
 
 
-async def vet(call: Call, *, timeout_s: float) -> Repelled | None:
+async def vet(call: Call, *, timeout_s: float) -> PendingError | None:
     """Wait until the answer shows what it is: None for an answer, or the error that it is.
 
     Raises:
@@ -36,5 +36,5 @@ async def vet(call: Call, *, timeout_s: float) -> Repelled | None:
         raise EmptyAnswerError("the engine answered 200 with an empty body")
     if is_json and call.ended and says_error(body):
         call.status, call.reason = error_status(body), b""
-        return Repelled.of(call, body)
+        return PendingError.of(call, body)
     return None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvrelay.router import counting
+from kvrelay.router import metric_types
 
 BUCKETS = (0.005, 0.1, 1.0, 2.5, 300.0)
 AMOUNTS = st.lists(st.sampled_from([0.0, 0.004, 0.005, 0.0051, 0.1, 1.0, 7.5, 300.0, 301.0]), max_size=20)
@@ -43,25 +43,25 @@ def rendered(made: Any, amounts: list[float]) -> set[str]:
 @settings(deadline=None)
 @given(AMOUNTS)
 def test_they_are_rendered_alike(amounts: list[float]) -> None:
-    assert rendered(counting, amounts) == rendered(prometheus_client, amounts)
+    assert rendered(metric_types, amounts) == rendered(prometheus_client, amounts)
 
 
 def test_a_name_is_taken_once() -> None:
     registry = CollectorRegistry()
-    counting.Counter("twice", "First", registry=registry)
+    metric_types.Counter("twice", "First", registry=registry)
     with pytest.raises(ValueError, match="twice"):
-        counting.Gauge("twice", "Second", registry=registry)
+        metric_types.Gauge("twice", "Second", registry=registry)
 
 
 def test_labels_are_as_many_as_were_named() -> None:
-    counter = counting.Counter("labelled", "Two", ("a", "b"), registry=CollectorRegistry())
+    counter = metric_types.Counter("labelled", "Two", ("a", "b"), registry=CollectorRegistry())
     with pytest.raises(ValueError, match="labelled"):
         counter.labels("one")
 
 
 def test_a_removed_series_is_not_rendered() -> None:
     registry = CollectorRegistry()
-    counter = counting.Counter("gone", "By engine", ("engine",), registry=registry)
+    counter = metric_types.Counter("gone", "By engine", ("engine",), registry=registry)
     counter.labels("P0").inc()
     counter.labels("P1").inc()
     counter.remove("P0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvrelay.router.core.wishes import PROOF
+from kvrelay.router.core.request_options import PROOF
 from kvrelay.router.relay import is_events
 from kvrelay.router.tickets import PROOF_TIMEOUT_S
 
@@ -19,7 +19,7 @@ async def proof_header(handover: Handover, call: Call) -> Headers:
     """The proof for an answer that is no stream. Where an answer must be proven, waits for its proofs."""
     router = handover.router
     proves = handover.recovery.proves
-    shown = handover.wishes.proof and not is_events(call.headers)
+    shown = handover.options.proof and not is_events(call.headers)
     ticket, desk = handover.ticket, router.desk
     if ticket is not None and desk is not None and (shown or proves):
         desk.settle(ticket)

@@ -41,7 +41,7 @@ _text = msgspec.json.Decoder(str).decode
 _whole = msgspec.json.Decoder(int).decode
 
 
-class Asked(Struct, frozen=True):
+class RequestCost(Struct, frozen=True):
     """Of one request."""
 
     model: str | None = None
@@ -56,24 +56,24 @@ class Asked(Struct, frozen=True):
         return self.prompt_tokens + self.completion_tokens
 
 
-def read_asked(body: bytes, *, is_json: bool, generates: bool) -> Asked:
+def read_asked(body: bytes, *, is_json: bool, generates: bool) -> RequestCost:
     """Read a body; what is malformed counts as not given, since an engine will refuse it.
 
     ``generates``: whether there is a completion even where the request sets no bound for it.
     """
     by_size = max(1, len(body) // BYTES_PER_TOKEN)
     if not is_json:
-        return Asked(prompt_tokens=by_size)
+        return RequestCost(prompt_tokens=by_size)
     try:
         fields = _fields(body)
     except (msgspec.MsgspecError, RecursionError):
-        return Asked(prompt_tokens=by_size)
+        return RequestCost(prompt_tokens=by_size)
     prompt = sum(map(_tokens_of, (fields.prompt, fields.messages, fields.input))) or by_size
     said = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
     limits = [value for value in map(_int, said) if value is not None]
     each = limits[0] if limits else ASSUMED_COMPLETION_TOKENS * generates
     completion = min(MAX_TOKENS, max(0, each)) * min(MAX_N, max(1, _int(fields.n) or 1))
-    return Asked(_str(fields.model), _int(fields.priority), prompt, completion)
+    return RequestCost(_str(fields.model), _int(fields.priority), prompt, completion)
 
 
 def _tokens_of(value: Raw) -> int:

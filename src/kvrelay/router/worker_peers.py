@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAIT_S = 2.0
-"""For a colleague's answer: a little longer than it may wait for proofs."""
+"""For another worker's answer: a little longer than it may wait for proofs."""
 MAX_BYTES = 64 << 20
 _CREDENTIALS = struct.Struct("3i")
 """Of a socket's other end: process, user, group."""
@@ -36,14 +36,14 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 _SNAPSHOT = msgspec.msgpack.Decoder(Snapshot).decode
 
 
-class Party(Struct, frozen=True):
+class WorkerGroup(Struct, frozen=True):
     """What the workers of one router share. Made before there are any."""
 
     name: str
     secret: bytes
 
     @classmethod
-    def new(cls) -> Party:
+    def new(cls) -> WorkerGroup:
         """Another one than all others."""
         return cls(f"kvrelay-router-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(32))
 
@@ -52,44 +52,46 @@ class Party(Struct, frozen=True):
         return f"\0{self.name}-{number}"
 
 
-class Question(Struct, frozen=True):
+class PeerRequest(Struct, frozen=True):
     """``metrics``: your snapshot. ``handover``: your record of ``name``. ``remembered``: what ``worker`` last said.
 
-    Of engines: ``standing``: how you stand. ``stand``: go over to ``standing``. ``duties``: what you have to do where.
+    Of engines: ``state``: how you stand. ``adopt``: go over to ``state``. ``statuses``: what you know of them.
     """
 
-    what: Literal["metrics", "handover", "remembered", "standing", "stand", "duties"]
+    what: Literal["metrics", "handover", "remembered", "state", "adopt", "statuses"]
     secret: bytes = b""
     name: str = ""
     worker: int = 0
-    standing: bytes = b""
+    state: bytes = b""
 
 
-_QUESTION = msgspec.msgpack.Decoder(Question).decode
+_REQUEST = msgspec.msgpack.Decoder(PeerRequest).decode
 
 
-class Colleagues:
+class WorkerPeers:
     """The other workers, and what they have said."""
 
-    def __init__(self, party: Party, number: int, count: int) -> None:
+    def __init__(self, group: WorkerGroup, number: int, count: int) -> None:
         """This is worker ``number`` of ``count``."""
         self.number = number
-        self._party = party
+        self._group = group
         self._others = [other for other in range(count) if other != number]
-        self._answers: Callable[[Question], Awaitable[bytes]] | None = None
+        self._answers: Callable[[PeerRequest], Awaitable[bytes]] | None = None
         self._server: asyncio.Server | None = None
         self._said: dict[int, Snapshot] = {}
         self._before: Snapshot = ()
         """What whoever sat here before had counted."""
 
-    async def start(self, answers: Callable[[Question], Awaitable[bytes]]) -> None:
+    async def start(self, answers: Callable[[PeerRequest], Awaitable[bytes]]) -> None:
         """Answer from now on; ``answers`` answers questions for metrics and hand-overs, empty if there is nothing."""
         self._answers = answers
         # First, since whoever asks us for metrics then forgets what our predecessor said.
-        remembered = [_SNAPSHOT(said) for said in await self._ask(Question("remembered", worker=self.number)) if said]
+        remembered = [
+            _SNAPSHOT(said) for said in await self._ask(PeerRequest("remembered", worker=self.number)) if said
+        ]
         self._before = max(remembered, key=weight, default=())
         sock = socket.socket(socket.AF_UNIX)  # uvloop takes no such names itself
-        sock.bind(self._party.address(self.number))
+        sock.bind(self._group.address(self.number))
         self._server = await asyncio.start_unix_server(self._serve, sock=sock)
 
     async def close(self) -> None:
@@ -104,7 +106,7 @@ class Colleagues:
 
     async def gather(self, own: Snapshot) -> Snapshot:
         """All workers' metrics; of those that do not answer, what they had counted when they last did."""
-        for other, said in zip(self._others, await self._ask(Question("metrics")), strict=True):
+        for other, said in zip(self._others, await self._ask(PeerRequest("metrics")), strict=True):
             if said:
                 self._said[other] = _SNAPSHOT(said)
             elif other in self._said:
@@ -113,29 +115,29 @@ class Colleagues:
 
     async def find(self, handover: str) -> bytes | None:
         """The record of a hand-over, from whoever has it."""
-        return next((said for said in await self._ask(Question("handover", name=handover)) if said), None)
+        return next((said for said in await self._ask(PeerRequest("handover", name=handover)) if said), None)
 
-    async def ask_standing(self) -> list[bytes | None]:
+    async def ask_states(self) -> list[bytes | None]:
         """How the others stand."""
-        return await self._ask(Question("standing"))
+        return await self._ask(PeerRequest("state"))
 
-    async def tell_standing(self, standing: bytes) -> list[tuple[int, bytes | None]]:
-        """Have the others go over to a standing; who said what."""
-        return list(zip(self._others, await self._ask(Question("stand", standing=standing)), strict=True))
+    async def tell_state(self, state: bytes) -> list[tuple[int, bytes | None]]:
+        """Have the others go over to a state; who said what."""
+        return list(zip(self._others, await self._ask(PeerRequest("adopt", state=state)), strict=True))
 
-    async def ask_duties(self) -> list[bytes | None]:
+    async def ask_statuses(self) -> list[bytes | None]:
         """What the others have to do at their engines."""
-        return await self._ask(Question("duties"))
+        return await self._ask(PeerRequest("statuses"))
 
     # --- asking and being asked ---
 
-    async def _ask(self, question: Question) -> list[bytes | None]:
+    async def _ask(self, request: PeerRequest) -> list[bytes | None]:
         """What each of the others says: empty if it does not in time, None where nobody is."""
-        message = _ENCODE(replace(question, secret=self._party.secret))
+        message = _ENCODE(replace(request, secret=self._group.secret))
         return await asyncio.gather(*(self._ask_one(other, message) for other in self._others))
 
-    async def _ask_one(self, other: int, question: bytes) -> bytes | None:
-        writer, address = None, self._party.address(other)
+    async def _ask_one(self, other: int, request: bytes) -> bytes | None:
+        writer, address = None, self._group.address(other)
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
         try:
@@ -145,7 +147,7 @@ class Colleagues:
                 if not _is_ours(writer):
                     logger.error("another user has taken worker %d's place at %r", other, address)
                     return b""
-                writer.write(question)
+                writer.write(request)
                 writer.write_eof()
                 return await reader.read()
         except ConnectionRefusedError:
@@ -164,15 +166,15 @@ class Colleagues:
             async with asyncio.timeout(WAIT_S):
                 if not _is_ours(writer):
                     return
-                question = _QUESTION(await reader.read())
-                if not hmac.compare_digest(question.secret, self._party.secret):
+                request = _REQUEST(await reader.read())
+                if not hmac.compare_digest(request.secret, self._group.secret):
                     return
-                if question.what == "remembered":
-                    said = self._said.get(question.worker, ())
+                if request.what == "remembered":
+                    said = self._said.get(request.worker, ())
                     answer = _ENCODE(lasting(said)) if said else b""
                 else:
                     assert self._answers is not None
-                    answer = await self._answers(question)
+                    answer = await self._answers(request)
                 writer.write(answer)
                 await writer.drain()
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:

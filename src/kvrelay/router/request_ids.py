@@ -8,7 +8,7 @@ NAME_BYTES = 16
 _BATCH = 256
 
 
-class Names:
+class RequestIds:
     """Random names, of which many are drawn at once."""
 
     __slots__ = ("_left",)

@@ -24,7 +24,7 @@ MIN_TOLD_TOKENS = 64
 TRUST_HALF_LIFE_S = 300.0
 
 
-class Held:
+class DecodeCache:
     """Of all decode engines."""
 
     __slots__ = ("_tracker", "_trust")

@@ -1,4 +1,4 @@
-"""Changes of the fleet while the router runs: what `Roster` decides, done to connections, metrics and tasks.
+"""Changes of the fleet while the router runs: what `Membership` decides, done to connections, metrics and tasks.
 
 An engine that drains gets no new requests. One that is removed drains first, and goes when nobody needs it: its legs
 are over, and what it prefilled has been taken by a decode engine, since some connectors have it read from there. What
@@ -16,13 +16,13 @@ from msgspec import Struct
 
 from kvrelay.errors import ConflictError
 from kvrelay.router.core.fleet import Role
-from kvrelay.router.core.standing import Member
+from kvrelay.router.core.router_state import FleetMember
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from kvrelay.router.core.fleet import Address, Engine, KvEndpoint
-    from kvrelay.router.core.roster import Plan, Roster
+    from kvrelay.router.core.membership import Membership, Plan
     from kvrelay.router.engines import Engines
 
 logger = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ class Changes(Struct, frozen=True):
     leaving: list[str]
 
 
-class FleetKeeper:
+class FleetManager:
     """Runs in the router's loop; every method but `close` returns at once."""
 
     def __init__(
         self,
-        roster: Roster,
+        membership: Membership,
         engines: Engines,
         changed: Callable[[], None],
         left: Callable[[str, float], Awaitable[None]] = _nobody_else,
@@ -58,11 +58,11 @@ class FleetKeeper:
 
         ``left``: waits until nobody else needs an engine that leaves, by a time on the host's monotonic clock at most.
         """
-        self._roster = roster
+        self._membership = membership
         self._engines = engines
         self._changed = changed
         self._configured_events: Mapping[Address, Sequence[KvEndpoint]] = {
-            engine.address: engine.kv_events for engine in roster.engines
+            engine.address: engine.kv_events for engine in membership.engines
         }
         self._left = left
         self._leaving: dict[str, asyncio.Task[None]] = {}
@@ -71,11 +71,11 @@ class FleetKeeper:
     @property
     def engines(self) -> tuple[Engine, ...]:
         """Everybody, in the order in which they joined."""
-        return self._roster.engines
+        return self._membership.engines
 
     def find(self, name: str) -> Engine:
-        """See `Roster.find`."""
-        return self._roster.find(name)
+        """See `Membership.find`."""
+        return self._membership.find(name)
 
     def add(
         self,
@@ -86,40 +86,40 @@ class FleetKeeper:
         configured: bool = False,
         kv_events: Sequence[KvEndpoint] | None = None,
     ) -> Engine:
-        """See `Roster.add`. ``kv_events``: None for what the configuration says of the address."""
+        """See `Membership.add`. ``kv_events``: None for what the configuration says of the address."""
         if kv_events is None:
             kv_events = self._configured_events.get(address, ())
-        engine = self._roster.add(role, address, name, configured=configured, kv_events=kv_events)
+        engine = self._membership.add(role, address, name, configured=configured, kv_events=kv_events)
         self._engines.join(engine)
         logger.info("%s joins: %s, %s", engine.name, engine.role, engine.address.url)
         self._settle()
         return engine
 
     def drain(self, name: str) -> Engine:
-        """See `Roster.drain`."""
-        engine = self._roster.find(name)
-        self._roster.drain(engine)
+        """See `Membership.drain`."""
+        engine = self._membership.find(name)
+        self._membership.drain(engine)
         logger.info("%s drains", name)
         self._changed()
         return engine
 
     def resume(self, name: str) -> Engine:
         """Have an engine that drains, or is about to leave, take requests again."""
-        engine = self._roster.find(name)
+        engine = self._membership.find(name)
         if (task := self._leaving.pop(name, None)) is not None:
             task.cancel()
         self._leave_by.pop(name, None)
-        self._roster.resume(engine)
+        self._membership.resume(engine)
         logger.info("%s takes requests again", name)
         self._changed()
         return engine
 
     def set_role(self, name: str, role: Role) -> Engine:
-        """See `Roster.set_role`. Legs that are under way end as they began."""
-        engine = self._roster.find(name)
+        """See `Membership.set_role`. Legs that are under way end as they began."""
+        engine = self._membership.find(name)
         if engine.leaving:
             raise ConflictError(f"{name} is leaving: it keeps its role")
-        moved = self._roster.set_role(engine, role)
+        moved = self._membership.set_role(engine, role)
         if moved is not engine:
             self._engines.change_role(engine, moved)
             logger.info("%s is a %s engine now", name, role)
@@ -127,9 +127,9 @@ class FleetKeeper:
         return moved
 
     def set_kv_events(self, name: str, kv_events: Sequence[KvEndpoint]) -> Engine:
-        """See `Roster.set_kv_events`. What was known of other publishers of the engine is forgotten."""
-        engine = self._roster.find(name)
-        self._roster.set_kv_events(engine, kv_events)
+        """See `Membership.set_kv_events`. What was known of other publishers of the engine is forgotten."""
+        engine = self._membership.find(name)
+        self._membership.set_kv_events(engine, kv_events)
         logger.info("%s publishes its KV cache events at %s", name, ", ".join(map(str, kv_events)) or "no place")
         self._settle()
         return engine
@@ -139,8 +139,8 @@ class FleetKeeper:
 
         Asked for again the new deadline counts.
         """
-        engine = self._roster.find(name)
-        self._roster.leave(engine)
+        engine = self._membership.find(name)
+        self._membership.leave(engine)
         if (task := self._leaving.pop(name, None)) is not None:
             task.cancel()
         self._leave_by[name] = time.monotonic() + timeout_s
@@ -149,8 +149,8 @@ class FleetKeeper:
         return engine
 
     def plan(self, wanted: Mapping[Address, Role], kv_events: Mapping[Address, Sequence[KvEndpoint]]) -> Plan:
-        """See `Roster.plan`."""
-        return self._roster.plan(wanted, [where for ranks in kv_events.values() for where in ranks])
+        """See `Membership.plan`."""
+        return self._membership.plan(wanted, [where for ranks in kv_events.values() for where in ranks])
 
     def apply(
         self, plan: Plan, timeout_s: float, kv_events: Mapping[Address, Sequence[KvEndpoint]] | None = None
@@ -160,7 +160,7 @@ class FleetKeeper:
         ``kv_events``: where the engines that are configured then publish.
         """
         self._configured_events = kv_events = kv_events or {}
-        for engine in self._roster.engines:
+        for engine in self._membership.engines:
             if engine.configured or engine in plan.keep:  # before others join, who may publish where they did
                 engine.kv_events = tuple(kv_events.get(engine.address, ()))
         added = [self.add(role, address, configured=True).name for role, address in plan.add]
@@ -182,24 +182,24 @@ class FleetKeeper:
         )
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[FleetMember, ...]:
         """Everybody, as another worker is told of them."""
         return tuple(
-            Member(
+            FleetMember(
                 engine.name, engine.role, engine.address, engine.kv_events, engine.configured, engine.draining,
                 self._leave_by.get(engine.name),
             )
-            for engine in self._roster.engines
+            for engine in self._membership.engines
         )  # fmt: skip
 
     @property
     def numbers(self) -> dict[Role, int]:
-        """See `Roster.numbers`."""
-        return self._roster.numbers
+        """See `Membership.numbers`."""
+        return self._membership.numbers
 
     def adopt(
         self,
-        members: Sequence[Member],
+        members: Sequence[FleetMember],
         numbers: Mapping[Role, int],
         kv_events: Mapping[Address, Sequence[KvEndpoint]],
         timeout_s: float,
@@ -213,11 +213,11 @@ class FleetKeeper:
         """
         self._configured_events = kv_events
         staying = {member.name: member for member in members if member.leave_by is None}
-        for engine in self._roster.engines:
+        for engine in self._membership.engines:
             if (member := staying.get(engine.name)) is not None and engine.kv_events != member.kv_events:
                 engine.kv_events = ()
         where = {member.name: member.address for member in members}
-        for engine in self._roster.engines:
+        for engine in self._membership.engines:
             if where.get(engine.name) != engine.address and not engine.leaving and engine.load.idle:
                 self._drop(engine)
         problem = self._let_in(staying.values())
@@ -225,15 +225,15 @@ class FleetKeeper:
             self._take_up(member)
         for member in members:
             self._rest(member)
-        for engine in self._roster.engines:
+        for engine in self._membership.engines:
             if where.get(engine.name) != engine.address and not engine.leaving:
                 self.remove(engine.name, timeout_s)
-        self._roster.numbers = dict(numbers)
+        self._membership.numbers = dict(numbers)
         self._settle()
         if problem is not None:
             raise problem
 
-    def _take_up(self, member: Member) -> None:
+    def _take_up(self, member: FleetMember) -> None:
         """An engine that stays has the other worker's role for it, and takes requests, if it does there."""
         there = self._known(member.name)
         if there is None or there.address != member.address:
@@ -243,7 +243,7 @@ class FleetKeeper:
         moved = self.set_role(member.name, member.role)
         moved.configured, moved.kv_events = member.configured, member.kv_events
 
-    def _rest(self, member: Member) -> None:
+    def _rest(self, member: FleetMember) -> None:
         """An engine takes no requests, or leaves, if it does not there."""
         there = self._known(member.name)
         if there is None or there.address != member.address:
@@ -254,7 +254,7 @@ class FleetKeeper:
         elif member.draining and not there.draining:
             self.drain(member.name)
 
-    def _let_in(self, members: Iterable[Member]) -> ConflictError | None:
+    def _let_in(self, members: Iterable[FleetMember]) -> ConflictError | None:
         """Those that are not here yet, unless another has to leave first."""
         problem = None
         for member in members:
@@ -270,7 +270,7 @@ class FleetKeeper:
         return problem
 
     def _known(self, name: str) -> Engine | None:
-        return next((engine for engine in self._roster.engines if engine.name == name), None)
+        return next((engine for engine in self._membership.engines if engine.name == name), None)
 
     async def close(self) -> None:
         """Wait for nobody any longer."""
@@ -295,10 +295,10 @@ class FleetKeeper:
         self._settle()
 
     def _drop(self, engine: Engine) -> None:
-        self._roster.remove(engine)
+        self._membership.remove(engine)
         self._engines.leave(engine)
         logger.info("%s has left: %s", engine.name, engine.address.url)
 
     def _settle(self) -> None:
-        self._engines.order(self._roster.engines)
+        self._engines.order(self._membership.engines)
         self._changed()

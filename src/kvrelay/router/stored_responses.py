@@ -6,7 +6,7 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
-from kvrelay.router.core.stored import holder_of, unknown_whereabouts
+from kvrelay.router.core.stored_responses import holder_of, unknown_whereabouts
 from kvrelay.router.errors import EngineError
 from kvrelay.router.models import key_of
 

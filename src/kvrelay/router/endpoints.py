@@ -7,73 +7,73 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvrelay.router.checkups import Checkups
 from kvrelay.router.core.answers import Refusal
 from kvrelay.router.core.fleet import Role
 from kvrelay.router.core.paths import HANDOVERS
+from kvrelay.router.health_checks import HealthChecks
 from kvrelay.router.metrics import CONTENT_TYPE, render
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from typing import Any
 
-    from kvrelay.router.census import Census
-    from kvrelay.router.colleagues import Colleagues, Question
-    from kvrelay.router.concert import Concert
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.records import Record, RecordBook
     from kvrelay.router.engines import Engines
     from kvrelay.router.http.messages import Request
     from kvrelay.router.http.reply import Reply
+    from kvrelay.router.kv_compatibility import KvCompatibility
     from kvrelay.router.metrics import RouterMetrics
-    from kvrelay.router.tickets import TicketDesk
+    from kvrelay.router.tickets import TicketManager
+    from kvrelay.router.worker_peers import PeerRequest, WorkerPeers
+    from kvrelay.router.worker_sync import WorkerSync
 
 
-class OwnPages:
+class RouterEndpoints:
     """The router's own endpoints."""
 
     def __init__(
         self,
         engines: Engines,
-        desk: TicketDesk | None,
+        desk: TicketManager | None,
         book: RecordBook,
         metrics: RouterMetrics,
-        census: Census,
+        compatibility: KvCompatibility,
         *,
         colocated_fallback: bool = False,
-        colleagues: Colleagues | None = None,
-        concert: Concert | None = None,
+        peers: WorkerPeers | None = None,
+        worker_sync: WorkerSync | None = None,
     ) -> None:
         """Reads what the others keep. ``colocated_fallback``: whether prefill engines can answer alone.
 
-        ``colleagues``: the other workers of this router, if there are several; ``concert``: this one's part with them.
+        ``peers``: the other workers of this router, if there are several; ``worker_sync``: this one's part with them.
         """
-        self._colleagues = colleagues
-        self._concert = concert
+        self._peers = peers
+        self._worker_sync = worker_sync
         self._able = frozenset(Role) if colocated_fallback else frozenset({Role.DECODE})
         self._engines = engines
         self._desk = desk
         self._book = book
         self._metrics = metrics
-        self._census = census
-        self._checkups = Checkups(engines)
+        self._compatibility = compatibility
+        self._health_checks = HealthChecks(engines)
         self.draining = False
         """Whether the router is about to end: load balancers that ask are to send nothing more."""
 
     async def start(self) -> None:
-        """Answer colleagues, if there are any."""
-        if self._colleagues is not None:
-            await self._colleagues.start(self._answer)
+        """Answer other workers, if there are any."""
+        if self._peers is not None:
+            await self._peers.start(self._answer)
 
     async def close(self) -> None:
-        """Stop asking engines how they are, and answering colleagues."""
-        self._checkups.close()
-        if self._colleagues is not None:
-            await self._colleagues.close()
+        """Stop asking engines how they are, and answering other workers."""
+        self._health_checks.close()
+        if self._peers is not None:
+            await self._peers.close()
 
     def forget_all_but(self, engines: Collection[Engine]) -> None:
         """Only these are there now."""
-        self._checkups.forget_all_but(engines)
+        self._health_checks.forget_all_but(engines)
 
     async def health(self, reply: Reply) -> None:
         """200 while an engine is well that can answer alone; 503 otherwise, and before the router ends.
@@ -89,16 +89,16 @@ class OwnPages:
             "status": status,
             "engines": states,
             "pool": pool,
-            "kv_mismatches": self._census.mismatches,
+            "kv_mismatches": self._compatibility.mismatches,
         }
         reply.answer(200 if able and not self.draining else 503, msgspec.json.encode(view))
 
     async def text(self) -> bytes:
         """Prometheus text, of all workers together."""
         self._refresh()
-        if self._colleagues is None:
+        if self._peers is None:
             return self._metrics.render()
-        return render(await self._colleagues.gather(self._metrics.snapshot()))
+        return render(await self._peers.gather(self._metrics.snapshot()))
 
     async def metrics(self, reply: Reply) -> None:
         """Prometheus text, of all workers together."""
@@ -111,7 +111,7 @@ class OwnPages:
         if record is not None:
             reply.answer(200, await self._view(record))
             return "ok"
-        found = None if self._colleagues is None else await self._colleagues.find(name)
+        found = None if self._peers is None else await self._peers.find(name)
         if found is None:
             reply.refuse(Refusal(404, "unknown_handover", f"No hand-over {name!r} among the last ones"))
             return "client_error"
@@ -123,26 +123,26 @@ class OwnPages:
             await self._desk.settled(record.life.name)
         return msgspec.json.encode(record.view())
 
-    async def _answer(self, question: Question) -> bytes:
-        """To a colleague."""
-        if question.what == "handover":
-            record = self._book.find(question.name)
+    async def _answer(self, request: PeerRequest) -> bytes:
+        """To another worker."""
+        if request.what == "handover":
+            record = self._book.find(request.name)
             return b"" if record is None else await self._view(record)
-        if self._concert is not None and question.what == "standing":
-            return self._concert.standing()
-        if self._concert is not None and question.what == "stand":
-            return self._concert.told(question.standing)
-        if self._concert is not None and question.what == "duties":
-            return self._concert.duties()
-        assert self._colleagues is not None
+        if self._worker_sync is not None and request.what == "state":
+            return self._worker_sync.state()
+        if self._worker_sync is not None and request.what == "adopt":
+            return self._worker_sync.told(request.state)
+        if self._worker_sync is not None and request.what == "statuses":
+            return self._worker_sync.statuses()
+        assert self._peers is not None
         self._refresh()
-        return msgspec.msgpack.encode(self._colleagues.with_before(self._metrics.snapshot()))
+        return msgspec.msgpack.encode(self._peers.with_before(self._metrics.snapshot()))
 
     def _refresh(self) -> None:
         self._metrics.refresh(self._engines.all, asyncio.get_running_loop().time())
 
     async def _state(self, engine: Engine) -> dict[str, Any]:
-        problem = await self._checkups.problem(engine)
+        problem = await self._health_checks.problem(engine)
         resting = engine.health.is_resting(asyncio.get_running_loop().time())
         return {
             "name": engine.name,

@@ -34,7 +34,7 @@ class Plan(Struct, frozen=True):
     remove: tuple[Engine, ...] = ()
 
 
-class Roster:
+class Membership:
     """All engines, in the order in which they joined. Every change keeps a decode engine that takes requests."""
 
     def __init__(
@@ -230,7 +230,7 @@ class Roster:
 
 
 def wanted(prefills: Iterable[Address], decodes: Iterable[Address]) -> dict[Address, Role]:
-    """As `Roster.plan` takes it."""
+    """As `Membership.plan` takes it."""
     return {**dict.fromkeys(prefills, Role.PREFILL), **dict.fromkeys(decodes, Role.DECODE)}
 
 

@@ -53,7 +53,7 @@ def _no_span() -> int:
     return 0
 
 
-class Seen(Struct, eq=False):
+class Observation(Struct, eq=False):
     """Notes on one request, taken while it is answered."""
 
     arrived: float = 0.0
@@ -83,7 +83,7 @@ class Seen(Struct, eq=False):
 class Facts(Struct, frozen=True):
     """One request that is over. Times are Unix seconds."""
 
-    seen: Seen
+    seen: Observation
     method: str
     path: str
     outcome: str

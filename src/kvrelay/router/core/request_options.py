@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 _PROOF = {"yes": True, "no": False}
 
 
-class Wishes(Struct, frozen=True):
+class RequestOptions(Struct, frozen=True):
     """Checked."""
 
     policy: OnLostKv
@@ -34,13 +34,13 @@ class Wishes(Struct, frozen=True):
     """Where a stream's is to come from, if it can."""
 
 
-def read_wishes(
+def read_options(
     header: Callable[[bytes], bytes | None],
     default: OnLostKv,
     *,
     told: bool,
     first_token: FirstToken = FirstToken.DECODE,
-) -> Wishes:
+) -> RequestOptions:
     """Read a request's headers. ``default``: the deployment's policy; ``told``: whether decode sides tell of losses.
 
     ``first_token``: the deployment's too.
@@ -59,7 +59,7 @@ def read_wishes(
     proof = said is not None and _one_of(PROOF, said, _PROOF)
     if (said := header(FIRST_TOKEN)) is not None:
         first_token = _one_of(FIRST_TOKEN, said, {source.value: source for source in FirstToken})
-    return Wishes(policy, proof, first_token)
+    return RequestOptions(policy, proof, first_token)
 
 
 def read_time_limit(header: Callable[[bytes], bytes | None], default_s: float) -> float:
