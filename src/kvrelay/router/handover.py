@@ -26,6 +26,8 @@ from kvrelay.router.stored_responses import find_holder
 from kvrelay.types import Dispatch, OnLostKv
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvrelay.router.core.fleet import Engine
     from kvrelay.router.core.legs import ClientBody
     from kvrelay.router.core.records import Record
@@ -134,6 +136,8 @@ class Handover:
         if self.router.routing.pool_index is not None:
             await self._ask_pool(self.router.routing.pool_index)
         bypass = self._bypass
+        if not bypass and self.router.desk is not None and (orphans := self.router.desk.orphans):
+            self._pass_over(orphans)
         if (refused := self._refused(bypass)) is not None:
             self.step(Event.FAILED)
             return self.refuse(refused)
@@ -199,6 +203,15 @@ class Handover:
         prefills = self.router.engines.prefills
         return "other_model" if prefills and len(self.strangers[Role.PREFILL]) == len(prefills) else ""
 
+    def _pass_over(self, orphans: Collection[str]) -> None:
+        """Do not ask prefill engines whose pools are gone; if no other is there, a decode engine has it alone."""
+        prefills, known = self.router.engines.prefills, self.strangers[Role.PREFILL]
+        left = [engine for engine in prefills if engine not in known and engine.name not in orphans]
+        self.strangers = {**self.strangers, Role.PREFILL: tuple(engine for engine in prefills if engine not in left)}
+        if prefills and not left and not self._without_pool:
+            self._without_pool = True
+            self.detour("pool_away")
+
     def _goes_without_ticket(self, desk: TicketManager) -> None:
         """What that means: KV may be handed over unprotected through a pool that is slow, through none not at all."""
         self._without_pool = not (desk.link.up or self.router.profile.hands_over_without_pool)
@@ -231,7 +244,7 @@ class Handover:
         why = bypass or ("beam_search" if self.body.is_beam_search else "")
         if why:
             return self.recovery.unprovable(why)
-        return self.recovery.away() if self.ticket is None else None
+        return self.recovery.away() if self.ticket is None or self._without_pool else None
 
     def _leave_ticket(self) -> None:
         ticket, desk = self.ticket, self.router.desk

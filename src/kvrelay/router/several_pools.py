@@ -40,11 +40,18 @@ class _Pool:
         self.connect = connect
         self.client: TicketClient | None = None
         self.slow = False
+        self.engines: frozenset[str] = frozenset()
+        """Names of those that were registered there when it was last asked."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody is there."""
+        return self.client is None or self.client.closed
 
     @property
     def ready(self) -> bool:
         """Whether it is worth asking."""
-        return self.client is not None and not self.client.closed and not self.slow
+        return not self.gone and not self.slow
 
     async def look(self) -> None:
         """See whether it is there, and connect if it was not. Errors mean that it is not."""
@@ -112,7 +119,13 @@ class SeveralPools:
     @property
     def closed(self) -> bool:
         """Whether none is there."""
-        return all(pool.client is None or pool.client.closed for pool in self._pools)
+        return all(pool.gone for pool in self._pools)
+
+    @property
+    def orphans(self) -> frozenset[str]:
+        """Names of engines that were registered with pools that are gone, and with none that is there."""
+        there = [pool.engines for pool in self._pools if not pool.gone]
+        return frozenset().union(*(pool.engines for pool in self._pools if pool.gone)).difference(*there)
 
     async def open_ticket(self, ticket: str, deadline_s: float) -> None:
         """Open a ticket in every pool that is there."""
@@ -192,7 +205,9 @@ class SeveralPools:
         known: dict[str, Engine] = {}
         for pool in self._pools:
             if pool.ready and pool.client is not None:
-                known |= {engine.engine: engine for engine in await pool.client.engines()}
+                registered = await pool.client.engines()
+                pool.engines = frozenset(engine.engine for engine in registered)
+                known |= {engine.engine: engine for engine in registered}
         return list(known.values())
 
     async def close(self) -> None:

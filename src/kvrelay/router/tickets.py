@@ -15,6 +15,7 @@ import msgspec
 from kvrelay.circuit import Circuit, State
 from kvrelay.errors import KvRelayError, NotFoundError
 from kvrelay.router.pool_link import PoolLink
+from kvrelay.router.several_pools import SeveralPools
 from kvrelay.types import Proof, read_note
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ class TicketManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: dict[str, Ticket] = {}
         self._circuit = Circuit(failures=1, first_pause_s=SLOW_S, longest_pause_s=max(SLOW_S, LONGEST_PAUSE_S))
+
+    @property
+    def orphans(self) -> frozenset[str]:
+        """Names of engines whose pool is gone while others' are there: what they prefill cannot be handed over."""
+        client = self.link.client
+        return client.orphans if isinstance(client, SeveralPools) else frozenset()
 
     async def start(self) -> None:
         """Reach for the pool, as `PoolLink.start` does."""

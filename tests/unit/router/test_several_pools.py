@@ -175,6 +175,26 @@ def test_engines_are_counted_once_and_prefixes_where_they_are_longest() -> None:
     run(work)
 
 
+def test_engines_are_orphans_while_their_own_pool_is_gone() -> None:
+    async def work() -> None:
+        one, other = Away(), Away()
+        pools = await reached(one, other)
+        engines = {name: Engine(engine=name, role="kv_both", namespace="n", facts={}) for name in ("P0", "P1", "D0")}
+        one.now.registered = [engines["P0"], engines["D0"]]
+        other.now.registered = [engines["P1"], engines["D0"]]
+        await pools.engines()
+        assert pools.orphans == frozenset()
+        one.there, one.now.closed = False, True
+        assert pools.orphans == {"P0"}
+        await pools.engines()
+        assert pools.orphans == {"P0"}
+        one.there = True
+        await pools.stat()
+        assert pools.orphans == frozenset()
+
+    run(work)
+
+
 def test_addresses_are_joined_by_commas_that_begin_another() -> None:
     assert pool_addresses("unix:/a,b/pool.sock") == ["unix:/a,b/pool.sock"]
     assert pool_addresses("unix:/a.sock,tcp:h:1,tls:h:2?ca=f") == ["unix:/a.sock", "tcp:h:1", "tls:h:2?ca=f"]
