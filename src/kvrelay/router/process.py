@@ -17,6 +17,7 @@ from kvrelay.hosts import in_address
 from kvrelay.profiles.registry import PROFILES
 from kvrelay.router.admin.serving import Serving, bind, told_of
 from kvrelay.router.config import pool_addresses
+from kvrelay.router.core.kv.settings import unprotected
 from kvrelay.router.entrance.settings import exposed_without
 from kvrelay.router.listen_errors import listening_problem
 from kvrelay.router.reloading import as_it_is_now
@@ -149,6 +150,8 @@ class RouterProcess:
         url = f"{'http' if config.entrance.tls is None else 'https'}://{in_address(config.host)}:{port}"
         self._say(f"kvrelay router ready: {url} for {engines}{told_of(self._admin)}")
         if problem := exposed_without(config.host, config.entrance):
+            logger.warning("%s", problem)
+        if problem := unprotected(where for ranks in config.kv_events.values() for where in ranks):
             logger.warning("%s", problem)
         if PROFILES[config.connector].uses_pool and config.pool is None:
             logger.info("no --pool: requests are handed over without tickets and proofs")

@@ -12,7 +12,7 @@ from kvrelay.errors import BadRequestError, ConfigError, ProtocolError
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
 from kvrelay.router.core.fleet import KvEndpoint, parse_address
 from kvrelay.router.core.kv.prompts import Remembered, answered_ids, given_ids, question, text_of_completion
-from kvrelay.router.core.kv.settings import KvSettings, parse_endpoints, parse_events
+from kvrelay.router.core.kv.settings import KvSettings, parse_endpoints, parse_events, unprotected
 from kvrelay.router.core.legs import Endpoint, parse_fields
 from kvrelay.router.core.prompts import read_prompt
 from kvrelay.router.core.routing import RoutingSettings
@@ -154,3 +154,11 @@ def test_what_was_used_last_is_remembered() -> None:
     assert [remembered.find(b"%d" % number) is None for number in range(4)] == [False, True, False, False]
     remembered.add(b"3", array("I", range(200)))
     assert [remembered.find(b"%d" % number) is None for number in range(4)] == [True] * 4
+
+
+def test_places_that_others_may_be_behind_are_named() -> None:
+    here = parse_endpoints(["tcp://127.0.0.1:5557,tcp://[::1]:5558", "ipc:///run/p0", "tcp://localhost:1"])
+    assert unprotected(here) == ""
+    far = parse_endpoints(["tcp://10.0.0.3:5557,tcp://p0:5558", "tcp://[fd00::3]:5557,tcp://127.0.0.1:5558"])
+    said = unprotected((*here, *far))
+    assert "from tcp://10.0.0.3:5557, tcp://p0:5558, tcp://[fd00::3]:5557 come in the clear" in said

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
+from kvrelay.hosts import is_loopback
 from kvrelay.router.core.fleet import KvEndpoint, parse_address
 
 if TYPE_CHECKING:
@@ -111,6 +112,29 @@ def parse_events(texts: Sequence[str], engines: Mapping[str, Address]) -> dict[A
             raise BadRequestError(f"{text!r}: {where.endpoint} is given twice: leave one out")
         found[address] = (*found.get(address, ()), where)
     return found
+
+
+def unprotected(places: Iterable[KvEndpoint]) -> str:
+    """What is said of those that others than this machine's processes may be behind, or between; empty if all are here.
+
+    vLLM's publishers know neither encryption nor authentication.
+    """
+    far = [
+        url
+        for where in places
+        for url in (where.endpoint, where.replay)
+        if url is not None and url.startswith("tcp://") and not is_loopback(_host(url))
+    ]
+    if not far:
+        return ""
+    return (
+        f"KV cache events from {', '.join(far)} come in the clear and from whoever answers there: they hold the token "
+        "ids of prompts, and say where prompts go; keep these ports inside a network you trust, or in a tunnel"
+    )
+
+
+def _host(url: str) -> str:
+    return url.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def kv_problems(
