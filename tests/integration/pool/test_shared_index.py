@@ -62,6 +62,19 @@ def test_a_client_of_the_host_looks_up_without_a_request(client: PoolClient) -> 
     assert client.count_prefix([b"a", b"b"]) == (0, 0, 0)
 
 
+def test_names_are_in_the_index_before_its_first_client_comes(pool: PoolThread) -> None:
+    """Whoever attaches first to a pool with millions of objects holds nobody up."""
+    keys = [b"%d" % number for number in range(2_000)]
+    with PoolClient.connect(pool.tcp, name="writer") as writer:
+        empty_bytes = writer.stat()["index_bytes"]
+        writer.put_many([(key, b"bytes") for key in keys])
+        filled_bytes = writer.stat()["index_bytes"]
+        assert filled_bytes > empty_bytes
+        with PoolClient.connect(pool.unix, name="first") as first:
+            assert first.count_prefix(keys) == (2_000, 2_000, 2_000)
+        assert (writer.stat()["lookups"], writer.stat()["index_bytes"]) == (1, filled_bytes)
+
+
 def test_what_a_client_is_told_happened_another_sees(pool: PoolThread, client: PoolClient) -> None:
     with PoolClient.connect(pool.tcp, name="far") as far:
         for number in range(50):
