@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -21,13 +17,11 @@ from asking import (
     eventually,
     tokens,
 )
+from damage import vandal
 
-from kvrelay.client.blocking import PoolClient
 from kvrelay.testing.stack import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from asking import Answer
 
     from kvrelay.testing.stack import RunningStack
@@ -48,58 +42,6 @@ def wishes(policy: str) -> dict[str, str]:
     return {"x-kvrelay-on-lost-kv": policy, "x-kvrelay-proof": "yes"}
 
 
-@contextmanager
-def vandal(stack: RunningStack, *, damage: bool = False) -> Iterator[list[bytes]]:
-    """Delete what P's first step saves as soon as it is sealed, once: written again, it is let be.
-
-    D, stopped meanwhile, does not ask before that is done. ``damage``: flip a bit of one of them instead. Yields the
-    keys that were hit.
-    """
-    d0 = stack.process("D0")
-    most = 1 if damage else FIRST_STEP
-    hit: list[bytes] = []
-    stop = threading.Event()
-
-    def work(pool: PoolClient) -> None:
-        try:
-            spoil(pool)
-        finally:
-            os.kill(d0, signal.SIGCONT)
-
-    def spoil(pool: PoolClient) -> None:
-        known = {info.key for info in pool.list_objects()}
-        ready.set()
-        while len(hit) < most and not stop.wait(0.002):
-            for info in pool.list_objects():
-                if info.key in known or info.state != "sealed" or len(hit) == most:
-                    continue
-                known.add(info.key)
-                if damage:
-                    flip(pool, info.key)
-                else:
-                    pool.delete([info.key])
-                hit.append(info.key)
-
-    ready = threading.Event()
-    with PoolClient.connect(stack.pool_address, name="vandal") as pool:
-        thread = threading.Thread(target=work, args=(pool,))
-        os.kill(d0, signal.SIGSTOP)
-        thread.start()
-        assert ready.wait(10)
-        try:
-            yield hit
-        finally:
-            stop.set()
-            thread.join(10)
-
-
-def flip(pool: PoolClient, key: bytes) -> None:
-    prefix = pool.match_prefix([key], lease_s=5.0)
-    assert pool.arena is not None
-    pool.arena[prefix.views[0].offset + 5] ^= 1
-    pool.release(prefix)
-
-
 def record(stack: RunningStack, answer: Answer) -> dict[str, Any]:
     assert answer.handover
     found: dict[str, Any] = httpx.get(f"{stack.base_url}/kvrelay/handovers/{answer.handover}", timeout=20).json()
@@ -116,7 +58,7 @@ def test_recompute_answers_rightly_and_says_what_it_cost(
     stack: RunningStack, reference: RunningStack, *, stream: bool
 ) -> None:
     question = completion(stack.model_name, tokens(LENGTH, "lost", 1, stream), stream=stream)
-    with vandal(stack):
+    with vandal(stack, FIRST_STEP):
         answer = ask(stack, question, headers=wishes("recompute"))
     assert_same(answer, ask(reference, question), "recompute")
     assert answer.proof["prefills"] == ["P0"]
@@ -129,7 +71,7 @@ def test_reprefill_has_p_compute_it_again_and_d_take_it(
     stack: RunningStack, reference: RunningStack, *, stream: bool
 ) -> None:
     question = completion(stack.model_name, tokens(LENGTH, "lost", 2, stream), stream=stream)
-    with vandal(stack):
+    with vandal(stack, FIRST_STEP):
         answer = ask(stack, question, headers=wishes("reprefill"))
     assert_same(answer, ask(reference, question), "reprefill")
     told = answer.proof
@@ -142,7 +84,7 @@ def test_reprefill_has_p_compute_it_again_and_d_take_it(
 
 def test_reprefill_mends_damage_that_is_found_before_it_is_loaded(stack: RunningStack, reference: RunningStack) -> None:
     question = completion(stack.model_name, tokens(LENGTH, "lost", 3))
-    with vandal(stack, damage=True) as hit:
+    with vandal(stack, 1, damage=True) as hit:
         answer = ask(stack, question, headers=wishes("reprefill"))
     assert len(hit) == 1
     assert_same(answer, ask(reference, question), "damage")
@@ -156,7 +98,7 @@ def test_fail_and_strict_answer_503_with_the_reason_and_compute_nothing(
 ) -> None:
     question = completion(stack.model_name, tokens(LENGTH, "lost", 4, policy, stream), stream=stream)
     before = Counters(stack.decode_urls[0]).total("vllm:prompt_tokens_total")
-    with vandal(stack):
+    with vandal(stack, FIRST_STEP):
         answer = ask(stack, question, headers=wishes(policy))
     assert answer.status == 503, answer
     error = json.loads(answer.error)["error"]

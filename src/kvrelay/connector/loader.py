@@ -238,7 +238,7 @@ class Loader:
         """Put what is staged into the blocks."""
         order = job.order
         staged = self._staging.take(order.staged)
-        if staged is None:
+        if staged is None or not staged.covers(order, self._kv.held):
             return LoadOutcome(order.start, 0, 0.0, Reason.FAILED_LOAD)
         began = time.monotonic()
         for kept in staged.layers:

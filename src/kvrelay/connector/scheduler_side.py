@@ -45,12 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNSTAGED = (
-    "kvrelay: engine %s has sliding windows or several block tables: it loads KV without staging it. KV that is lost "
-    "while it is loaded is computed here, also under on_lost_kv reprefill; under fail and strict the router then "
-    "answers 503"
-)
-
 MOST_SUMS = 8_192
 """Checksums that the pool may send with what it found: 64 KiB. Beyond that loads ask for them themselves."""
 LOOK_AGAIN_S = 0.1
@@ -150,8 +144,8 @@ class SchedulerSide:
         self._outbox = Outbox(self._link, clock)
         self._promises = Promises(
             ranks=ranks,
-            groups=len(tables.windows),
-            stages=tables.divisible and config.staging_mib > 0,
+            tables=tables,
+            stages=config.staging_mib > 0,
             staging_s=config.load_timeout_s,
             patience_s=config.lost_kv_wait_s,
         )
@@ -180,8 +174,6 @@ class SchedulerSide:
 
     def start(self) -> None:
         """Connect and register; raises `ConfigError` if the pool refuses us."""
-        if self._ledger.loads and not self._tables.divisible:
-            log.info(UNSTAGED, self._config.engine)
         self._link.connect()
 
     @property

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from kvrelay.connector.core.orders import LoadOrder
     from kvrelay.connector.rank_kv import RankLayer
     from kvrelay.identity.core.chunks import Chunk
 
@@ -61,6 +62,11 @@ class Staged:
             kept.append(place.data)
             self.used += view.nbytes
         self.layers.append(StagedLayer(layer, tuple(chunks), tuple(kept), sums))
+
+    def covers(self, order: LoadOrder, groups: Iterable[int]) -> bool:
+        """Whether all that is to be loaded of these groups is here."""
+        held = {kept.layer.group: {chunk.key for chunk in kept.chunks} for kept in self.layers}
+        return all(chunk.key in held.get(group, ()) for group in groups for chunk in order.of(group))
 
 
 class Staging:

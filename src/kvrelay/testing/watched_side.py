@@ -29,7 +29,7 @@ class WatchedSide(SchedulerSide):
     """A scheduler's side that remembers the loads under way.
 
     ``seen`` counts loads by their kind (``now``, ``later``, ``early``), their end (``whole``, ``part``, ``nothing``)
-    and both (``early whole``), and those ``cancelled``.
+    and both (``early whole``), those ``cancelled``, and those of what was ``staged`` before.
     """
 
     def __init__(self, *args: Any, ranks: int, **more: Any) -> None:
@@ -43,6 +43,7 @@ class WatchedSide(SchedulerSide):
         orders = super().step(*args)
         for load in orders.loads:
             self._under_way[load.request_id] = _Load(load, self._ranks, load.end)
+        self.seen["staged"] += sum(load.staged > 0 for load in orders.loads)
         self.seen["cancelled"] += len(orders.cancelled)
         return orders
 

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -96,6 +96,7 @@ class World:
             kind(self.pool.address, f"{name}{seed}-", rng, Shape.drawn(rng, model), troubled=self.troubled)
             for name in ("A", "B")
         ]
+        self.windowed = model.tables.windowed
         self.router = Router(self.pool.address, rng)
         self.turns: list[list[int]] = []
         """What was said in full: prompts of which the next turn may be made."""
@@ -129,10 +130,16 @@ class World:
         self.rng.choice(engine.moves())()
 
     def hand_over(self, engine: ContractEngine) -> None:
-        """One engine is to take what the other computes, while it does; it may never come to compute it."""
+        """One engine is to take what the other computes, while it does; it may never come to compute it.
+
+        Of a model with windows, which is not loaded early, it is to take what is there, and nothing if that is less.
+        """
         other = self.engines[engine is self.engines[0]]
-        prompt, ticket = [*self.rng.choice(self.prompts), self.rng.randrange(50)], self.router.open()
-        takes = said("decode", prefill="other", overlapped=True, handover=ticket)
+        prompt, ticket = self.rng.choice(self.prompts), self.router.open()
+        how: dict[str, Any] = {"policy": self.rng.choice(["reprefill", "fail", "strict"])}
+        if not self.windowed:
+            prompt, how = [*prompt, self.rng.randrange(50)], {"overlapped": True}
+        takes = said("decode", prefill="other", handover=ticket, **how)
         if (name := self.free_name(engine)) is not None:
             engine.add(name, prompt, self.rng.randrange(1, 12), kv_transfer_params=takes)
         if self.rng.random() < 0.8 and (name := self.free_name(other)) is not None:

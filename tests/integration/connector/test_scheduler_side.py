@@ -16,7 +16,7 @@ from kvrelay.client.core.operations import StagePart
 from kvrelay.connector.config import ConnectorConfig
 from kvrelay.connector.core.geometry import KvGeometry
 from kvrelay.connector.core.orders import LoadOutcome, RankReport
-from kvrelay.connector.core.tables import Blocks, Table, Tables
+from kvrelay.connector.core.tables import Blocks, Tables
 from kvrelay.connector.counters import Counters
 from kvrelay.connector.link import PoolLink
 from kvrelay.connector.scheduler_side import SchedulerSide, read_hand_over
@@ -108,18 +108,6 @@ def make_side() -> Iterator[Callable[..., Side]]:
     yield make
     for side in sides:
         side.close()
-
-
-def test_an_engine_that_cannot_stage_says_at_the_start_what_becomes_of_lost_kv(
-    pool: PoolThread, make_side: Callable[..., Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "kvrelay.connector.scheduler_side")
-    make_side(pool.unix)
-    make_side(pool.unix, role="kv_producer", tables=Tables((Table(32, 0),), (96,)))
-    assert not caplog.messages
-    make_side(pool.unix, tables=Tables((Table(32, 0),), (96,)))
-    (line,) = caplog.messages
-    assert "without staging" in line
 
 
 @pytest.fixture

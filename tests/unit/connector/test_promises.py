@@ -9,6 +9,7 @@ import pytest
 from kvrelay.connector.core.orders import LoadOutcome
 from kvrelay.connector.core.promises import TRANSITIONS, Event, Promise, Promises, State
 from kvrelay.connector.core.requests import Entry, HandOver, Phase
+from kvrelay.connector.core.tables import Table, Tables
 from kvrelay.identity.core.chunks import prompt_chunks
 from kvrelay.types import Reason
 
@@ -36,13 +37,47 @@ def test_what_cannot_happen_raises() -> None:
         Promise(state=State.LOST).move(Event.WHOLE)
 
 
+MIXED = Tables((Table(32, 1), Table(32, 1), Table(16, 0)), (0, 96))
+"""A window's layers under two tables, full attention under a third."""
+
+
+@pytest.mark.parametrize(
+    ("local", "starts", "first"),
+    [
+        pytest.param(0, (0, 192), 0, id="nothing local: full attention from the first token, the window from a block"),
+        pytest.param(64, (64, 192), 1, id="within what the window does not reach"),
+        pytest.param(256, (256, 256), 4, id="beyond where the window begins"),
+    ],
+)
+def test_of_each_group_what_its_claim_will_load_is_staged(local: int, starts: tuple[int, ...], first: int) -> None:
+    """Of 300 tokens 299 are claimed, and the last one's window begins at 204."""
+    promises = Promises(ranks=1, tables=MIXED, stages=True, staging_s=5.0, patience_s=3.0)
+    entry = entry_of("r", 300, 300)
+    promises.add("r")
+    assert not promises.may_claim(entry, local, 0.0)
+    (order,) = promises.take_stages()
+    assert (order.start, order.end, order.starts) == (local, 299, starts)
+    assert order.chunks == entry.chunks[first:]
+    assert [chunk.start for chunk in order.of(1)] == [at for at in (192, 256) if at + 64 > starts[1]]
+
+
+def test_a_last_chunk_of_one_token_is_not_staged_where_that_token_is_never_claimed() -> None:
+    promises = Promises(ranks=1, tables=MIXED, stages=True, staging_s=5.0, patience_s=3.0)
+    promises.add("r")
+    assert not promises.may_claim(entry_of("r", 129, 129), 0, 0.0)
+    (order,) = promises.take_stages()
+    assert (order.end, [chunk.end for chunk in order.chunks]) == (128, [64, 128])
+
+
 class World:
     """The engine and its workers, acting at random."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.ranks = rng.choice((1, 2))
-        self.promises = Promises(ranks=self.ranks, groups=1, stages=rng.random() < 0.9, staging_s=5.0, patience_s=3.0)
+        self.promises = Promises(
+            ranks=self.ranks, tables=Tables.one(32), stages=rng.random() < 0.9, staging_s=5.0, patience_s=3.0
+        )
         self.held: dict[int, int] = {}
         """What the workers hold or bring, and how many ranks have reported."""
         self.told: dict[str, float] = {}

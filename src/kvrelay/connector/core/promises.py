@@ -3,6 +3,9 @@
 A hand-over whose policy is not to recompute is staged: the workers bring its KV into host memory and verify it, while
 the engine is told to ask again. Then it is claimed, and loading it cannot fail. What cannot be had is *lost*: the
 router is told, and the request computes nothing until it is aborted, or the patience ends.
+
+What of a group with a window will be loaded depends on where loading ends, which is known, and on the beginning that
+the engine's own cache has, which may be less by then: then it is staged again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from kvrelay.connector.core.matching import load_end
 from kvrelay.connector.core.orders import LoadOrder
 from kvrelay.connector.core.requests import Phase
 from kvrelay.types import Lost, Reason
@@ -20,6 +24,7 @@ from kvrelay.types import Lost, Reason
 if TYPE_CHECKING:
     from kvrelay.connector.core.orders import LoadOutcome
     from kvrelay.connector.core.requests import Entry
+    from kvrelay.connector.core.tables import Tables
 
 
 class State(StrEnum):
@@ -86,13 +91,13 @@ class Promise(Struct):
 class Promises:
     """The promises of one engine."""
 
-    def __init__(self, *, ranks: int, groups: int, stages: bool, staging_s: float, patience_s: float) -> None:
-        """``ranks``: how many workers report; ``groups``: of KV; ``stages``: whether the workers can stage.
+    def __init__(self, *, ranks: int, tables: Tables, stages: bool, staging_s: float, patience_s: float) -> None:
+        """``ranks``: how many workers report; ``stages``: whether they stage.
 
         ``staging_s``: how long staging may take; ``patience_s``: how long one that is lost waits to be aborted.
         """
         self._ranks = ranks
-        self._groups = groups
+        self._tables = tables
         self._stages = stages
         self._staging_s = staging_s
         self._patience_s = patience_s
@@ -153,14 +158,15 @@ class Promises:
             promise.number = next(self._numbers)
             promise.start, promise.ranks, promise.began, promise.until = local, 0, now, now + self._staging_s
             self._orders[promise.number] = entry.request_id
+            end = load_end(found, entry.prompt_tokens, self._tables)
             self._new_stages.append(
                 LoadOrder(
                     request_id=entry.request_id,
-                    chunks=tuple(chunk for chunk in entry.chunks if local < chunk.end <= found),
+                    chunks=tuple(chunk for chunk in entry.chunks if local < chunk.end and chunk.start < end),
                     tables=(),
-                    starts=(local,) * self._groups,
+                    starts=tuple(max(local, first) for first in self._tables.all_needed_from(end)),
                     start=local,
-                    end=found,
+                    end=end,
                     staged=promise.number,
                 )
             )

@@ -76,6 +76,10 @@ class Tables:
         reached = max(0, end - window + 1)
         return min(reached // table.block_tokens * table.block_tokens for table in self.tables if table.group == group)
 
+    def all_needed_from(self, end: int) -> tuple[int, ...]:
+        """`needed_from` of every group."""
+        return tuple(self.needed_from(group, end) for group in range(len(self.windows)))
+
     def held_from(self, tables: Sequence[Sequence[int]], end: int) -> tuple[int, ...]:
         """For each group the first token from which on up to ``end`` all are in blocks, by a request's block tables."""
         starts = [0] * len(self.windows)
