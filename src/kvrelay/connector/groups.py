@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+    Shape = tuple[str, int, int, int, int, int]
+    """(kind, window, heads, planes, head size, item bytes), which layers of one group share."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, **dict.fromkeys(compat.FLOAT8, 1)}
 """Of the KV types that are supported."""
@@ -30,6 +33,8 @@ WHY = {
     "SinkFullAttentionSpec": "attention sinks kept in blocks",
     "RSWASpec": "attention with a gap",
 }
+LAYER_TYPES = {"full_attention": FULL, "sliding_attention": WINDOW}
+"""What models' configurations call kinds of layers."""
 NULL_BLOCK = 0
 """VLLM's block that stands for none: the first of every block pool."""
 
@@ -88,22 +93,28 @@ def _specs(cache: KVCacheConfig) -> Iterator[tuple[int, str, KVCacheSpec]]:
             yield table, name, spec if each is None else each[name]
 
 
+def _table_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """What the layers under a block table are like, also where all of them are another stage's of a pipeline."""
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return [group.kv_cache_spec] if each is None else list(each.values())
+
+
 def group_refusals(config: VllmConfig, cache: KVCacheConfig) -> list[str]:
     """What the connector does not support of a model's KV, each reason once."""
     found: dict[str, None] = {}
-    for _, _, spec in _specs(cache):
+    specs = [spec for group in cache.kv_cache_groups for spec in _table_specs(group)]
+    for spec in specs:
         found.update(dict.fromkeys(_spec_refusals(config, spec)))
     if not cache.kv_cache_groups:
         found["a model without KV cache is not supported: run it without the connector"] = None
     if found:
         return list(found)
-    shapes = {_shape(config, spec) for _, _, spec in _specs(cache)}
-    if len({kv_type(config, spec) for _, _, spec in _specs(cache)}) > 1:
+    if len({kv_type(config, spec) for spec in specs}) > 1:
         found["KV of different types in one model is not supported yet: set --kv-cache-dtype auto"] = None
-    if len(shapes) > 1 and config.parallel_config.pipeline_parallel_size > 1:
+    if config.parallel_config.pipeline_parallel_size > 1 and not _knows_other_stages(config, _shapes(config, cache)):
         found[
-            "pipeline parallelism of a model with several kinds of attention is not supported yet: "
-            "set --pipeline-parallel-size 1"
+            "pipeline parallelism of a model with several kinds of attention is not supported where its configuration "
+            "does not say which layers are of which (layer_types): set --pipeline-parallel-size 1"
         ] = None
     return list(found)
 
@@ -137,13 +148,46 @@ def _spec_refusals(config: VllmConfig, spec: Any) -> Iterator[str]:
         yield f"layers of {spec.num_kv_heads} KV heads in a model of {total} are not supported yet"
 
 
-def _shape(config: VllmConfig, spec: Any) -> tuple[str, int, int, int, int, int]:
-    """(kind, window, heads, planes, head size, item bytes), which layers of one group share."""
+def _shape(config: VllmConfig, spec: Any) -> Shape:
     kind = KINDS[type(spec).__name__]
     latent = kind == LATENT
     heads = 1 if latent else config.model_config.get_total_num_kv_heads()
     window = spec.sliding_window if kind == WINDOW else 0  # a full spec may name one: vLLM keeps all tokens then
     return kind, window, heads, 1 if latent else 2, spec.head_size, ITEM_BYTES[kv_type(config, spec)]
+
+
+def _shapes(config: VllmConfig, cache: KVCacheConfig) -> list[Shape]:
+    """Of the whole model's layers, in an order that all engines agree on: every stage is told of all block tables."""
+    found = {_shape(config, spec) for group in cache.kv_cache_groups for spec in _table_specs(group)}
+    return sorted(found, key=lambda shape: (shape[1] > 0, shape))
+
+
+def _layer_types(config: VllmConfig) -> list[str]:
+    """The kind of every layer of the whole model, as its configuration tells; empty if it does not."""
+    told = getattr(config.model_config.hf_text_config, "layer_types", None) or ()
+    named = [LAYER_TYPES.get(name, "") for name in told[: config.model_config.get_total_num_hidden_layers()]]
+    return named if len(named) == config.model_config.get_total_num_hidden_layers() and all(named) else []
+
+
+def _knows_other_stages(config: VllmConfig, shapes: Sequence[Shape]) -> bool:
+    """Whether a pipeline's stage, which sees its own layers, can tell what those of the others are like."""
+    return len(shapes) == 1 or sorted(kind for kind, *_ in shapes) == sorted(set(_layer_types(config)))
+
+
+def _whole_model(config: VllmConfig, own: dict[int, Shape], shapes: Sequence[Shape]) -> dict[int, Shape]:
+    """The shape of every layer of the whole model; ``own``: those of this process. Raises `ConfigError` in doubt."""
+    if len(shapes) == 1:
+        return dict.fromkeys(range(config.model_config.get_total_num_hidden_layers()), shapes[0])
+    if config.parallel_config.pipeline_parallel_size == 1:
+        return own
+    of = {shape[0]: shape for shape in shapes}
+    whole = {number: of[kind] for number, kind in enumerate(_layer_types(config))}
+    if wrong := [number for number, shape in own.items() if whole.get(number) != shape]:
+        raise ConfigError(
+            f"attention layers {wrong} are of another kind than the model's layer_types say: "
+            "set --pipeline-parallel-size 1"
+        )
+    return whole
 
 
 def read_groups(config: VllmConfig, cache: KVCacheConfig) -> ModelGroups:
@@ -153,42 +197,36 @@ def read_groups(config: VllmConfig, cache: KVCacheConfig) -> ModelGroups:
     numbers = [number for number, *_ in specs]
     if len(set(numbers)) < len(numbers):
         raise ConfigError("layers with several KV caches each (such as an indexer's) are not supported yet")
+    shapes = _shapes(config, cache)
     shape_of = {number: _shape(config, spec) for number, _, _, spec in specs}
-    shapes = sorted(set(shape_of.values()), key=lambda shape: (shape[1] > 0, shape))
-    several = len(shapes) > 1
-    everything = tuple(range(config.model_config.get_total_num_hidden_layers()))
+    whole = _whole_model(config, shape_of, shapes)
     groups = tuple(
         KvGroup(
-            # A stage of a pipeline knows its own layers only; those of the others are of the same kind.
-            layers=tuple(number for number in numbers if shape_of[number] == shape) if several else everything,
+            layers=tuple(number for number in sorted(whole) if whole[number] == shape),
             heads=heads,
             head_size=head_size,
             item_bytes=item_bytes,
             planes=planes,
             window=window,
-            tag=b"%d" % at if several else b"",
+            tag=b"%d" % at if len(shapes) > 1 else b"",
         )
         for at, shape in enumerate(shapes)
         for _, window, heads, planes, head_size, item_bytes in (shape,)
     )
     layers = tuple(LayerFacts(name, number, shapes.index(shape_of[number]), table) for number, name, table, _ in specs)
+    tables = []
+    for group in cache.kv_cache_groups:
+        of = {_shape(config, spec) for spec in _table_specs(group)}
+        if len(of) != 1:
+            raise ConfigError("layers of different shapes under one block table are not supported yet")
+        tables.append(Table(group.kv_cache_spec.block_size, shapes.index(of.pop())))
     return ModelGroups(
         geometry=KvGeometry(groups),
         kinds=tuple(kind for kind, *_ in shapes),
-        tables=_tables(cache, layers, groups),
+        tables=Tables(tuple(tables), tuple(group.window for group in groups), NULL_BLOCK),
         layers=layers,
         dtype=kv_type(config, specs[0][3]),
     )
-
-
-def _tables(cache: KVCacheConfig, layers: Sequence[LayerFacts], groups: Sequence[KvGroup]) -> Tables:
-    tables = []
-    for number, group in enumerate(cache.kv_cache_groups):
-        of = {layer.group for layer in layers if layer.table == number}
-        if len(of) != 1:
-            raise ConfigError("layers of different shapes under one block table are not supported yet")
-        tables.append(Table(group.kv_cache_spec.block_size, of.pop()))
-    return Tables(tuple(tables), tuple(group.window for group in groups), NULL_BLOCK)
 
 
 def describe(groups: ModelGroups) -> str:
@@ -219,10 +257,11 @@ def read_shares(config: VllmConfig, groups: ModelGroups) -> tuple[RankShare, ...
     own = [layer.number for layer in groups.layers]
     if own != list(range(own[0], own[0] + len(own))) or own[-1] >= total:
         raise ConfigError(f"attention layers {own} are not one range of {total} layers: not supported yet")
-    if parallel.pipeline_parallel_size == 1 and len(own) != total:
+    first, end = config.model_config.get_layers_start_end_indices(parallel)
+    if own != list(range(first, end)):
         raise ConfigError(
-            f"{len(own)} of {total} layers keep KV of their own: cross-layer KV sharing, as in Gemma 3n, and layers "
-            "without attention are not supported yet"
+            f"{len(own)} of {end - first} layers keep KV of their own: cross-layer KV sharing, as in Gemma 3n, and "
+            "layers without attention are not supported yet"
         )
     shares = []
     for group in groups.geometry.groups:

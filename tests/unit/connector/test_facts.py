@@ -71,6 +71,12 @@ def cache(*specs: Any, layers: list[str] | None = None) -> Any:
     return SimpleNamespace(kv_cache_groups=groups)
 
 
+def stage_layers(parallel: Any) -> tuple[int, int]:
+    size = 12 // parallel.pipeline_parallel_size
+    stage = parallel.rank // parallel.tensor_parallel_size
+    return stage * size, (stage + 1) * size
+
+
 def config(hf: dict[str, Any] | None = None, **changes: Any) -> Any:
     model: dict[str, Any] = {
         "use_mla": False, "is_hybrid": False, "is_attention_free": False, "is_multimodal_model": False,
@@ -79,6 +85,7 @@ def config(hf: dict[str, Any] | None = None, **changes: Any) -> Any:
         "quantization": None, "quantization_config": None, "max_model_len": 8192,
         "hf_text_config": SimpleNamespace(to_dict=lambda: HF if hf is None else hf), "hf_config": None,
         "get_total_num_hidden_layers": lambda: 12, "get_total_num_kv_heads": lambda: 4,
+        "get_layers_start_end_indices": stage_layers,
     }  # fmt: skip
     parallel: dict[str, Any] = {
         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "tensor_parallel_size": 1,
@@ -275,6 +282,14 @@ def test_layers_without_kv_of_their_own_are_refused(layers: list[str], named: st
         read_shares(config(), read_model(config(), cache(layers=layers)).groups)
 
 
+@pytest.mark.parametrize(("rank", "layers"), [(0, LAYERS[:5]), (1, LAYERS[6:11]), (1, LAYERS[5:11])])
+def test_a_stage_of_which_a_layer_keeps_no_kv_is_refused(rank: int, layers: list[str]) -> None:
+    """Nobody would write that layer's part of the objects, and readers would wait for it."""
+    engine = config(pipeline_parallel_size=2, rank=rank)
+    with pytest.raises(ConfigError, match="of 6 layers keep KV of their own: cross-layer KV sharing"):
+        read_shares(engine, read_model(engine, cache(layers=layers)).groups)
+
+
 def test_one_group_of_full_attention_is_named_as_ever() -> None:
     assert {name: facts()[name] for name in ("format", "kv_groups", "kv_heads", "head_size", "layers")} == {
         "format": "1", "kv_groups": "full_attention", "kv_heads": "4", "head_size": "32", "layers": "12",
@@ -331,9 +346,44 @@ def test_several_caches_in_one_layer_are_refused() -> None:
         read_model(config(), mixed((latent(), [0, 1, 1])))
 
 
-def test_several_kinds_of_attention_in_a_pipeline_are_refused() -> None:
-    engine = mixed((spec(), [0]), (window(64), [1, 2]))
-    (line,) = refusals(config(pipeline_parallel_size=2), engine)
+def typed(*full: int) -> SimpleNamespace:
+    """A model's configuration that says which layers see all tokens; the others have windows."""
+    kinds = ["full_attention" if at in full else "sliding_attention" for at in range(12)]
+    return SimpleNamespace(to_dict=lambda: HF, layer_types=kinds)
+
+
+def test_a_stage_of_a_pipeline_knows_the_groups_of_the_whole_model() -> None:
+    """It is told of all block tables, of the layers its own only: here it has none that see all tokens."""
+    engine = config(pipeline_parallel_size=2, rank=1, hf_text_config=typed(0, 3))
+    stage = mixed((spec(), []), (window(64), [6, 8, 10]), (window(64), [7, 9, 11]))
+    assert refusals(engine, stage) == []
+    groups = read_model(engine, stage).groups
+    assert [group.layers for group in groups.geometry.groups] == [(0, 3), (1, 2, *range(4, 12))]
+    assert groups.tables.tables == (Table(32, 0), Table(32, 1), Table(32, 1))
+    full, sliding = read_shares(engine, groups)
+    assert (full.layers, sliding.first_layer, sliding.layers) == (0, 4, 6)
+
+
+def test_a_stage_whose_layers_are_not_what_the_model_says_is_refused() -> None:
+    engine = config(pipeline_parallel_size=2, rank=1, hf_text_config=typed(0, 11))
+    with pytest.raises(ConfigError, match=r"attention layers \[11\] are of another kind"):
+        read_model(engine, mixed((spec(), []), (window(64), [*range(6, 12)])))
+
+
+@pytest.mark.parametrize(
+    "told", [None, ["full_attention"] * 12, ["sliding_attention"] * 11, ["full_attention", ""] * 6]
+)
+def test_a_pipeline_of_which_no_stage_knows_the_others_layers_is_refused(told: list[str] | None) -> None:
+    stage = mixed((spec(), [0]), (window(64), [1, 2]))
+    (line,) = refusals(
+        config(pipeline_parallel_size=2, hf_text_config=SimpleNamespace(to_dict=lambda: HF, layer_types=told)), stage
+    )
+    assert "set --pipeline-parallel-size 1" in line
+
+
+def test_a_pipeline_of_layers_with_windows_of_several_lengths_is_refused() -> None:
+    stage = mixed((window(32), [0]), (window(64), [1, 2]))
+    (line,) = refusals(config(pipeline_parallel_size=2, hf_text_config=typed()), stage)
     assert "set --pipeline-parallel-size 1" in line
 
 
