@@ -143,6 +143,24 @@ def test_a_reset_of_the_prefix_cache_is_refused_while_it_is_in_use_and_then_cost
     assert_nothing_held(stack)
 
 
+def test_engines_that_paused_and_slept_go_on_exchanging(pair: Pair) -> None:
+    stack, _ = pair
+    (prefill,) = stack.prefill_urls
+    question = completion(stack.model_name, repeating(400, "paused"))
+    first = same(pair, question)
+    assert_nothing_held(stack)
+    for path in ("/pause", "/resume", "/sleep?level=1", "/wake_up"):
+        for url in (prefill, *stack.decode_urls):
+            httpx.post(url + path, timeout=60).raise_for_status()
+    before = Counters(prefill).total("kvrelay:loaded_tokens_total")
+    again = same(pair, question)
+    assert again.token_ids == first.token_ids
+    assert proof(stack, again)["recomputed_tokens"] <= 1
+    assert Counters(prefill).total("kvrelay:loaded_tokens_total") - before >= 399, "P takes what it forgot"
+    assert proof(stack, same(pair, completion(stack.model_name, repeating(300, "woken"))))["recomputed_tokens"] <= 1
+    assert_nothing_held(stack)
+
+
 def test_a_reset_is_refused_while_d_follows_a_prefill_and_then_works(pair: Pair) -> None:
     """D has blocks to load into, and follows what nobody computes yet."""
     stack, reference = pair

@@ -183,6 +183,11 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
     if vllm_config.lora_config is not None:
         adapters = Adapters(DigestCache(default_cache_file(os.environ)), compat.adapter_folder)
 
+    def close() -> None:
+        calls.end()
+        if embedded is not None:
+            embedded.close()
+
     def make(engine: Engine) -> SchedulerSide:
         return SchedulerSide(
             engine.config,
@@ -195,7 +200,7 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
             role=engine.role,
             counters=counters,
             make_link=lambda greet: engine.link("scheduler", map_arena=False, greet=greet),
-            on_close=embedded.close if embedded is not None else lambda: None,
+            on_close=close,
             adapters=adapters,
             sync_loads=takes_sync_loads(vllm_config),
         )
@@ -203,7 +208,8 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
     parts = engine.by_pool()
     sides = {name: make(part) for name, part in parts.items()}
     side = SeveralSchedulers(sides) if config.pools else sides[""]
-    compat.watch_engine(vllm_config, EngineCalls(side.sides, adapters))
+    calls = EngineCalls(side.sides, adapters)
+    compat.watch_engine(vllm_config, calls)
     side.start()
     log.info("kvrelay: engine %s, %s, namespace %s", config.engine, engine.role, side.sides[0].namespace[:16])
     return side

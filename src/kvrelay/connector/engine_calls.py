@@ -24,6 +24,10 @@ class EngineCalls:
         self._sides = tuple(sides)
         self._adapters = adapters
 
+    def end(self) -> None:
+        """The connector is closed; its process may run another engine."""
+        self._sides, self._adapters = (), None
+
     def adapter_loading(self, adapter: Adapter) -> None:
         """The engine is about to read an adapter's files."""
         if self._adapters is not None:
