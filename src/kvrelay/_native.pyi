@@ -82,6 +82,14 @@ class Pages:
     def load(
         self, blocks: ReadableBuffer, spans: ReadableBuffer, sources: Sequence[ReadableBuffer], sums: ReadableBuffer, /
     ) -> int | None: ...
+    def load_at(
+        self,
+        blocks: ReadableBuffer,
+        spans: ReadableBuffer,
+        objects: tuple[ReadableBuffer, ReadableBuffer, ReadableBuffer, int],
+        first: int,
+        /,
+    ) -> int | None: ...
 
 class Catalog:
     def __init__(self, arena_bytes: int) -> None: ...

@@ -8,6 +8,8 @@
 
 /* From this many bytes of a call on, stores go past the caches: they would push out more than is read back. */
 #define STREAM_BYTES (256u << 10)
+/* Of an object. */
+#define MAX_SEGMENTS (1 << 20)
 
 typedef struct {
     PyObject_HEAD
@@ -198,20 +200,48 @@ static PyObject *pages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 /* --- one call --- */
 
 struct call {
-    Py_buffer blocks, spans, sums;
-    PyObject *sequence;
-    Py_buffer *segments;
+    Py_buffer blocks, spans, sums, offsets;
+    PyObject *sequence; /* of buffers; NULL: all objects lie in one, at offsets */
+    Py_buffer *views;
     Py_ssize_t held;
+    uint8_t **segments; /* where each object's first segment of this layer is */
     size_t count, bytes;
+    size_t first, each; /* where it is among the object's segments, if not at the offset; how many these are */
 };
 
 static void release(struct call *call) {
-    while (call->held) PyBuffer_Release(&call->segments[--call->held]);
+    while (call->held) PyBuffer_Release(&call->views[--call->held]);
+    PyMem_Free(call->views);
     PyMem_Free(call->segments);
     Py_XDECREF(call->sequence);
     PyBuffer_Release(&call->blocks);
     PyBuffer_Release(&call->spans);
     PyBuffer_Release(&call->sums);
+    PyBuffer_Release(&call->offsets);
+}
+
+/* Find this layer's part of object `i`, of so many tokens. */
+static int locate(const struct pages *pages, struct call *call, size_t i, size_t tokens) {
+    const Py_buffer *view = call->views + (call->sequence ? i : 0);
+    size_t size = segment_bytes(pages, tokens), room = view->len;
+    uint64_t offset = 0;
+    int fits = room == pages->heads * size;
+    if (!call->sequence) {
+        memcpy(&offset, (const char *)call->offsets.buf + 8 * i, 8);
+        fits = offset <= room && (!size || (room - offset) / size >= call->first + pages->heads);
+    }
+    if (!fits) {
+        PyErr_Format(bad_request, "segments %zu: %zd bytes from %llu on are not the %zu of %zu tokens of %zu heads", i,
+                     view->len, (unsigned long long)offset, pages->heads * size, tokens, pages->heads);
+        return -1;
+    }
+    call->bytes += pages->heads * size;
+    call->segments[i] = (uint8_t *)view->buf + offset + call->first * size;
+    if ((uintptr_t)call->segments[i] % pages->item) {
+        PyErr_Format(bad_request, "segments %zu: %p is no place for items of %zu bytes", i, call->segments[i], pages->item);
+        return -1;
+    }
+    return 0;
 }
 
 static int take_spans(const struct pages *pages, struct call *call, int saves) {
@@ -235,41 +265,47 @@ static int take_spans(const struct pages *pages, struct call *call, int saves) {
                          span->skip + span->count, span->tokens, span->first, slots);
             return -1;
         }
-        size_t size = pages->heads * segment_bytes(pages, span->tokens);
-        Py_buffer *segment = &call->segments[i];
-        if ((size_t)segment->len != size || (uintptr_t)segment->buf % pages->item) {
-            PyErr_Format(bad_request, "segments %zu: %zd bytes at %p are not the %zu of %zu tokens of %zu heads", i,
-                         segment->len, segment->buf, size, span->tokens, pages->heads);
-            return -1;
-        }
-        call->bytes += size;
+        if (locate(pages, call, i, span->tokens) < 0) return -1;
     }
     return 0;
 }
 
-static int take(const struct pages *pages, struct call *call, PyObject *blocks, PyObject *spans, PyObject *segments,
-                int saves) {
-    if (PyObject_GetBuffer(blocks, &call->blocks, PyBUF_SIMPLE) < 0) return -1;
-    if (PyObject_GetBuffer(spans, &call->spans, PyBUF_SIMPLE) < 0) return -1;
-    call->sequence = PySequence_Fast(segments, "segments are a sequence of buffers");
-    if (!call->sequence) return -1;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(call->sequence);
-    if (call->blocks.len % 8 || call->spans.len != count * (Py_ssize_t)sizeof(struct span) ||
-        (uintptr_t)call->blocks.buf % 8 || (uintptr_t)call->spans.buf % 8) {
-        PyErr_Format(bad_request, "%zd bytes of blocks, %zd bytes of spans for %zd buffers", call->blocks.len,
-                     call->spans.len, count);
-        return -1;
+/* Buffers: one an object, or, with `offsets`, one for all. */
+static int take_buffers(struct call *call, PyObject *buffers, PyObject *offsets, int flags) {
+    Py_ssize_t count = 1;
+    if (offsets) {
+        if (PyObject_GetBuffer(offsets, &call->offsets, PyBUF_SIMPLE) < 0) return -1;
+        call->count = call->offsets.len / 8;
+    } else {
+        call->sequence = PySequence_Fast(buffers, "segments are a sequence of buffers");
+        if (!call->sequence) return -1;
+        call->count = count = PySequence_Fast_GET_SIZE(call->sequence);
     }
-    call->count = count;
-    call->segments = PyMem_New(Py_buffer, count ? count : 1);
-    if (!call->segments) {
+    call->views = PyMem_New(Py_buffer, count + 1);
+    call->segments = PyMem_New(uint8_t *, call->count + 1);
+    if (!call->views || !call->segments) {
         PyErr_NoMemory();
         return -1;
     }
-    for (; call->held < count; call->held++)
-        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(call->sequence, call->held), &call->segments[call->held],
-                               saves ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
-            return -1;
+    for (; call->held < count; call->held++) {
+        PyObject *buffer = offsets ? buffers : PySequence_Fast_GET_ITEM(call->sequence, call->held);
+        if (PyObject_GetBuffer(buffer, &call->views[call->held], flags) < 0) return -1;
+    }
+    return 0;
+}
+
+static int take(const struct pages *pages, struct call *call, PyObject *blocks, PyObject *spans, PyObject *buffers,
+                PyObject *offsets, int saves) {
+    if (PyObject_GetBuffer(blocks, &call->blocks, PyBUF_SIMPLE) < 0) return -1;
+    if (PyObject_GetBuffer(spans, &call->spans, PyBUF_SIMPLE) < 0) return -1;
+    if (take_buffers(call, buffers, offsets, saves ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) return -1;
+    if (call->blocks.len % 8 || call->offsets.len % 8 || call->spans.len % sizeof(struct span) ||
+        call->spans.len / sizeof(struct span) != call->count || (uintptr_t)call->blocks.buf % 8 ||
+        (uintptr_t)call->spans.buf % 8) {
+        PyErr_Format(bad_request, "%zd bytes of blocks, %zd bytes of spans for %zu objects", call->blocks.len,
+                     call->spans.len, call->count);
+        return -1;
+    }
     return take_spans(pages, call, saves);
 }
 
@@ -278,7 +314,7 @@ static PyObject *pages_save(Pages *self, PyObject *args) {
     const struct pages *pages = &self->pages;
     struct call call = {0};
     if (!PyArg_ParseTuple(args, "OOO:save", &blocks, &spans, &targets)) return NULL;
-    if (take(pages, &call, blocks, spans, targets, 1) < 0) goto end;
+    if (take(pages, &call, blocks, spans, targets, NULL, 1) < 0) goto end;
     result = PyBytes_FromStringAndSize(NULL, 8 * call.count * pages->heads);
     if (!result) goto end;
     char *sums = PyBytes_AS_STRING(result);
@@ -289,7 +325,7 @@ static PyObject *pages_save(Pages *self, PyObject *args) {
         const struct span *span = (const struct span *)call.spans.buf + i;
         size_t size = segment_bytes(pages, span->tokens);
         for (size_t head = 0; head < pages->heads; head++, sums += 8) {
-            uint8_t *segment = (uint8_t *)call.segments[i].buf + head * size;
+            uint8_t *segment = call.segments[i] + head * size;
             uint64_t sum = save_segment(kernel, pages, head, call.blocks.buf, span, segment, store);
             memcpy(sums, &sum, 8);
         }
@@ -301,29 +337,27 @@ end:
     return result;
 }
 
-static PyObject *pages_load(Pages *self, PyObject *args) {
-    PyObject *blocks, *spans, *sources, *expected;
-    const struct pages *pages = &self->pages;
-    struct call call = {0};
+/* Load what `call` holds; its buffers are released. `expected`: checksums of all segments of all objects. */
+static PyObject *load(const struct pages *pages, struct call *call, PyObject *expected) {
     Py_ssize_t bad = -1;
     int failed = 1;
-    if (!PyArg_ParseTuple(args, "OOOO:load", &blocks, &spans, &sources, &expected)) return NULL;
-    if (take(pages, &call, blocks, spans, sources, 0) < 0) goto end;
-    if (PyObject_GetBuffer(expected, &call.sums, PyBUF_SIMPLE) < 0) goto end;
-    if ((size_t)call.sums.len != 8 * call.count * pages->heads) {
-        PyErr_Format(bad_request, "%zd bytes of checksums for %zu segments", call.sums.len, call.count * pages->heads);
+    if (PyObject_GetBuffer(expected, &call->sums, PyBUF_SIMPLE) < 0) goto end;
+    if ((size_t)call->sums.len != 8 * call->count * call->each) {
+        PyErr_Format(bad_request, "%zd bytes of checksums for %zu segments", call->sums.len, call->count * call->each);
         goto end;
     }
-    const char *sums = call.sums.buf;
     const struct xxh3_kernel *kernel = chosen_kernel;
-    enum xxh3_store store = call.bytes >= STREAM_BYTES ? XXH3_STREAMED : XXH3_CACHED;
-    PyThreadState *state = call.bytes < RELEASE_BYTES ? NULL : PyEval_SaveThread();
-    for (size_t i = 0; i < call.count && bad < 0; i++) {
-        const struct span *span = (const struct span *)call.spans.buf + i;
+    enum xxh3_store store = call->bytes >= STREAM_BYTES ? XXH3_STREAMED : XXH3_CACHED;
+    PyThreadState *state = call->bytes < RELEASE_BYTES ? NULL : PyEval_SaveThread();
+    call->segments[call->count] = NULL;
+    for (size_t i = 0; i < call->count && bad < 0; i++) {
+        const struct span *span = (const struct span *)call->spans.buf + i;
+        const char *sums = (const char *)call->sums.buf + 8 * (i * call->each + call->first);
         size_t size = segment_bytes(pages, span->tokens);
         for (size_t head = 0; head < pages->heads && bad < 0; head++, sums += 8) {
-            const uint8_t *segment = (const uint8_t *)call.segments[i].buf + head * size;
-            uint64_t sum = load_segment(kernel, pages, head, call.blocks.buf, span, segment, store);
+            const uint8_t *segment = call->segments[i] + head * size;
+            const uint8_t *following = head + 1 < pages->heads ? segment + size : call->segments[i + 1];
+            uint64_t sum = load_segment(kernel, pages, head, call->blocks.buf, span, segment, following, store);
             if (memcmp(sums, &sum, 8)) bad = i;
         }
     }
@@ -331,15 +365,40 @@ static PyObject *pages_load(Pages *self, PyObject *args) {
     if (state) PyEval_RestoreThread(state);
     failed = 0;
 end:
-    release(&call);
+    release(call);
     if (failed) return NULL;
     if (bad >= 0) return PyLong_FromSsize_t(bad);
     Py_RETURN_NONE;
 }
 
+static PyObject *pages_load(Pages *self, PyObject *args) {
+    PyObject *blocks, *spans, *sources, *sums;
+    struct call call = {.each = self->pages.heads};
+    if (!PyArg_ParseTuple(args, "OOOO:load", &blocks, &spans, &sources, &sums)) return NULL;
+    if (take(&self->pages, &call, blocks, spans, sources, NULL, 0) == 0) return load(&self->pages, &call, sums);
+    release(&call);
+    return NULL;
+}
+
+static PyObject *pages_load_at(Pages *self, PyObject *args) {
+    PyObject *blocks, *spans, *source, *offsets, *sums;
+    Py_ssize_t first, each;
+    if (!PyArg_ParseTuple(args, "OO(OOOn)n:load_at", &blocks, &spans, &source, &offsets, &sums, &each, &first)) return NULL;
+    size_t heads = self->pages.heads;
+    if (first < 0 || each < 0 || each > MAX_SEGMENTS || (size_t)each < heads || (size_t)first > each - heads) {
+        PyErr_Format(bad_request, "segments %zd to %zd of %zd", first, first + (Py_ssize_t)heads, each);
+        return NULL;
+    }
+    struct call call = {.first = first, .each = each};
+    if (take(&self->pages, &call, blocks, spans, source, offsets, 0) == 0) return load(&self->pages, &call, sums);
+    release(&call);
+    return NULL;
+}
+
 static PyMethodDef pages_methods[] = {
     {"save", (PyCFunction)pages_save, METH_VARARGS, NULL},
     {"load", (PyCFunction)pages_load, METH_VARARGS, NULL},
+    {"load_at", (PyCFunction)pages_load_at, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -331,6 +331,30 @@ static int copy_hashed(const struct way *way, struct xxh3_progress *progress, ui
     return 1;
 }
 
+/* Begin to fetch what is read next. */
+static inline void fetch(const uint8_t *from, size_t size) {
+#if X86
+    for (size_t at = 0; at < size; at += LINE) _mm_prefetch((const char *)from + at, _MM_HINT_T0);
+#else
+    (void)from;
+    (void)size;
+#endif
+}
+
+/* Have an address that is written next translated meanwhile. */
+static inline void translate(const uint8_t *to) {
+#if X86
+    _mm_prefetch((const char *)to, _MM_HINT_T1);
+#else
+    (void)to;
+#endif
+}
+
+/* What is read after the bytes of a segment that end at `end`. */
+static inline const uint8_t *after(const uint8_t *end, const uint8_t *segment_end, const uint8_t *following) {
+    return end == segment_end && following ? following : end;
+}
+
 /* Tokens to rearrange at once, so that they stay in the first level cache; the next begin at a cache line, too. */
 static size_t smaller_piece(size_t row, size_t slot) {
     size_t count = PIECE / row / LINE * LINE;
@@ -347,7 +371,8 @@ static int together(const struct plane *plane, size_t slot, size_t count) {
 }
 
 static void load_canonical(const struct way *way, const struct pages *pages, size_t head, const uint64_t *blocks,
-                           const struct span *span, const uint8_t *segment, struct xxh3_progress *progress) {
+                           const struct span *span, const uint8_t *segment, const uint8_t *following,
+                           struct xxh3_progress *progress) {
     size_t size = segment_bytes(pages, span->tokens);
     const uint8_t *tokens = segment;
     for (size_t p = 0; p < pages->plane_count; p++) {
@@ -359,10 +384,11 @@ static void load_canonical(const struct way *way, const struct pages *pages, siz
             if (!plane->paged.rows) count = smaller(count, smaller_piece(row, slot));
             const uint8_t *from = tokens + (span->skip + done) * row;
             uint8_t *block = block_at(pages, head, blocks[at / pages->block_tokens]);
+            uint8_t *to = block + (plane->paged.token_at[slot] + plane->paged.dim_at[0]) * way->item;
             size_t offset = from - segment;
+            translate(to);
             if (together(plane, slot, count)) {
-                uint8_t *to = block + (plane->paged.token_at[slot] + plane->paged.dim_at[0]) * way->item;
-                struct xxh3_next next = {from + count * row, NULL};
+                struct xxh3_next next = {after(from + count * row, segment + size, following), NULL};
                 if (copy_hashed(way, progress, to, from, offset, count * row, size, &next)) continue;
             }
             hash_to(way, progress, segment, size, offset + count * row);
@@ -373,7 +399,8 @@ static void load_canonical(const struct way *way, const struct pages *pages, siz
 }
 
 static void load_native(const struct way *way, const struct pages *pages, size_t head, const uint64_t *blocks,
-                        const struct span *span, const uint8_t *segment, struct xxh3_progress *progress) {
+                        const struct span *span, const uint8_t *segment, const uint8_t *following,
+                        struct xxh3_progress *progress) {
     size_t size = segment_bytes(pages, span->tokens), tokens = pages->block_tokens, block = tokens * pages->token_bytes;
     for (size_t at = 0, token = 0; at < size; at += block, token += tokens) {
         size_t begin = span->skip > token ? span->skip - token : 0, end = span->skip + span->count;
@@ -382,7 +409,7 @@ static void load_native(const struct way *way, const struct pages *pages, size_t
         size_t index = (span->first + token + begin - span->skip) / tokens;
         uint8_t *to = block_at(pages, head, blocks[index]);
         if (pages->alike && end - begin == tokens) {
-            struct xxh3_next next = {segment + at + block, NULL};
+            struct xxh3_next next = {after(segment + at + block, segment + size, following), NULL};
             if (token + 2 * tokens <= span->skip + span->count) next.to = block_at(pages, head, blocks[index + 1]);
             if (copy_hashed(way, progress, to, segment + at, at, block, size, &next)) continue;
             hash_to(way, progress, segment, size, at + block);
@@ -398,11 +425,12 @@ static void load_native(const struct way *way, const struct pages *pages, size_t
 }
 
 uint64_t load_segment(const struct xxh3_kernel *kernel, const struct pages *pages, size_t head, const uint64_t *blocks,
-                      const struct span *span, const uint8_t *segment, enum xxh3_store store) {
+                      const struct span *span, const uint8_t *segment, const uint8_t *following, enum xxh3_store store) {
     struct way way = way_of(kernel, pages, store);
     struct xxh3_progress progress;
     xxh3_begin(&progress);
-    (pages->native ? load_native : load_canonical)(&way, pages, head, blocks, span, segment, &progress);
+    (pages->native ? load_native : load_canonical)(&way, pages, head, blocks, span, segment, following, &progress);
+    if (following) fetch(following, XXH3_BLOCK);
     return xxh3_finish(kernel, &progress, segment, segment_bytes(pages, span->tokens));
 }
 

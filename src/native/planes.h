@@ -36,9 +36,10 @@ struct span {
 
 size_t segment_bytes(const struct pages *pages, size_t tokens);
 
-/* Segment to blocks; the XXH3-64 of the segment, also of tokens that are not wanted. No other slot is written. */
+/* Segment to blocks; the XXH3-64 of the segment, also of tokens that are not wanted. No other slot is written.
+ * `following`: the segment that is loaded next, if there is one; only its address is used. */
 uint64_t load_segment(const struct xxh3_kernel *kernel, const struct pages *pages, size_t head, const uint64_t *blocks,
-                      const struct span *span, const uint8_t *segment, enum xxh3_store store);
+                      const struct span *span, const uint8_t *segment, const uint8_t *following, enum xxh3_store store);
 /* Blocks to segment, all its tokens (`skip` is 0, `count` all); slots of other tokens are zeros. */
 uint64_t save_segment(const struct xxh3_kernel *kernel, const struct pages *pages, size_t head, const uint64_t *blocks,
                       const struct span *span, uint8_t *segment, enum xxh3_store store);

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kvrelay.connector.pages import Span
+from kvrelay.connector.pages import Span, unpacked_spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
     from kvrelay.connector.layout import BlockKind
-    from kvrelay.connector.pages import Column
+    from kvrelay.connector.pages import Column, Objects
 
 ITEMS = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 """Types of items by their bytes, as a tensor and as an array: CUDA kernels of torch know signed integers only."""
@@ -128,6 +128,12 @@ class DeviceLayer:
                 return at + bad
             self._copies.scatter(self._part(mirror, 0, len(ids)), self._blocks, self._kernel_ids(ids))
         return None
+
+    def load_at(self, blocks: Column, spans: Column, objects: Objects, first: int) -> int | None:
+        """As `PagedLayer.load_at`."""
+        layer, given = self._mirrors.get(1).layer, unpacked_spans(spans)
+        sources, sums = objects.of(first, layer.heads, [layer.segment_bytes(span.tokens) for span in given])
+        return self.load(np.frombuffer(blocks, np.uint64).tolist(), given, sources, sums)
 
     def _parts(self, spans: Sequence[Span]) -> Iterator[tuple[int, Sequence[Span]]]:
         """Neighbouring spans that fit in a mirror together, and where they begin; a large one alone."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
     from kvrelay.connector.codec import Codec, Plane
-    from kvrelay.connector.pages import Column
+    from kvrelay.connector.pages import Column, Objects
 
     WriteKernel = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any], Sequence[int]], None]
     """Writes canonical tokens into slots of pages, as an engine does: see `prove`."""
@@ -147,6 +147,10 @@ class PagedLayer:
     ) -> int | None:
         """Objects into ``blocks``, one a span; see `kvrelay.connector.pages.Pages.load`."""
         return self._pages.load(array("Q", blocks), packed_spans(spans), sources, sums)
+
+    def load_at(self, blocks: Column, spans: Column, objects: Objects, first: int) -> int | None:
+        """Objects of one buffer into ``blocks``; see `kvrelay.connector.pages.Pages.load_at`."""
+        return self._pages.load_at(blocks, spans, objects, first)
 
     def read(self, run: Run) -> np.ndarray[Any, Any]:
         """Tokens of a run in canonical packing: a new array ``[head][plane][token][dim]``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -55,6 +55,39 @@ def packed_spans(spans: Sequence[Span]) -> bytes:
     return struct.pack(f"<{len(values)}Q", *values)
 
 
+class Objects(NamedTuple):
+    """Objects that lie in one buffer. They have more segments than one layer of one rank."""
+
+    source: ReadableBuffer
+    offsets: Column
+    """Where each begins."""
+    sums: Column
+    """Checksums of all segments, object by object."""
+    segments: int
+    """Of each object."""
+
+    def of(self, first: int, heads: int, sizes: Sequence[int]) -> tuple[list[memoryview], bytes]:
+        """Segments ``[first, first + heads)`` of each, ``sizes`` bytes long, and their checksums, as for `Pages.load`.
+
+        Views of objects that reach beyond the buffer are shorter.
+        """
+        starts = np.frombuffer(self.offsets, np.uint64).tolist()
+        sums = np.frombuffer(self.sums, np.uint64)
+        if len(starts) != len(sizes) or len(sums) != len(starts) * self.segments:
+            raise BadRequestError(f"{len(starts)} offsets and {len(sums)} checksums for {len(sizes)} spans")
+        if not 0 <= first <= self.segments - heads:
+            raise BadRequestError(f"segments {first} to {first + heads} of {self.segments}")
+        whole = memoryview(self.source).cast("B")
+        begins = [start + first * size for start, size in zip(starts, sizes, strict=True)]
+        views = [whole[at : at + heads * size] for at, size in zip(begins, sizes, strict=True)]
+        return views, sums.reshape(-1, self.segments)[:, first : first + heads].tobytes()
+
+
+def unpacked_spans(spans: Column) -> list[Span]:
+    """What `packed_spans` packed."""
+    return [Span(*quad) for quad in np.frombuffer(spans, np.uint64).reshape(-1, 4).tolist()]
+
+
 class Pages(Protocol):
     """One layer of one rank."""
 
@@ -67,6 +100,9 @@ class Pages(Protocol):
         Returns the index of the first object that does not match its checksums, or None. What slots hold after a
         mismatch is undefined; only the ordered ones were written.
         """
+
+    def load_at(self, blocks: Column, spans: Column, objects: Objects, first: int, /) -> int | None:
+        """`load` of the segments from ``first`` on, one a head, of objects that lie in one buffer."""
 
 
 def strided(memory: Items, plane: Plane) -> Items:
@@ -155,7 +191,7 @@ class PurePages:
     ) -> tuple[list[int], list[Span], list[memoryview]]:
         """What was given, checked."""
         taken = np.frombuffer(blocks, np.uint64).tolist()
-        quads = [Span(*quad) for quad in np.frombuffer(spans, np.uint64).reshape(-1, 4).tolist()]
+        quads = unpacked_spans(spans)
         size, slots = self._block_tokens, self._block_tokens * len(taken)
         for block in taken:
             if block >= self._blocks:
@@ -239,6 +275,11 @@ class PurePages:
             if span.count:
                 self._load(taken, span, held)
         return None
+
+    def load_at(self, blocks: Column, spans: Column, objects: Objects, first: int, /) -> int | None:
+        """See `Pages`."""
+        sizes = [self._segment_items(span.tokens) * self._dtype.itemsize for span in unpacked_spans(spans)]
+        return self.load(blocks, spans, *objects.of(first, self._heads, sizes))
 
     def _load(self, blocks: Sequence[int], span: Span, view: memoryview) -> None:
         of, offset = self._of_block(blocks, span.first)

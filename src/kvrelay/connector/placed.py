@@ -7,17 +7,28 @@ is copied, so bytes that are not the objects' any more (the lease ran out, the p
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvrelay.connector.attempt import CancelledLoadError, write_layer
+from kvrelay.connector.attempt import CancelledLoadError
+from kvrelay.connector.pages import Objects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvrelay.client.blocking import PoolClient
     from kvrelay.connector.attempt import LoadJob
     from kvrelay.connector.core.orders import Placed
     from kvrelay.connector.rank_kv import RankKv, RankLayer
+
+
+class _Slots(NamedTuple):
+    """Where layers that share a block table go, packed as `kvrelay.connector.pages.Pages.load_at` takes it."""
+
+    blocks: array[int]
+    spans: array[int]
+    bytes: int
+    """Of one layer of all chunks."""
 
 
 class PlacedLoad:
@@ -26,9 +37,9 @@ class PlacedLoad:
     def __init__(self, kv: RankKv, job: LoadJob, placed: Placed, arena: memoryview) -> None:
         self._kv = kv
         self._job = job
-        self._arena = arena
-        self._offsets = array("Q", placed.offsets)
-        self._sums = array("Q", placed.sums)
+        self._objects = Objects(arena, placed.offsets, placed.sums, len(placed.sums) // len(placed.offsets))
+        self._slots: dict[tuple[int, int, int], _Slots] = {}
+        """By group, block table and block size."""
         self.bytes = 0
 
     @classmethod
@@ -45,28 +56,31 @@ class PlacedLoad:
         Raises:
             CancelledLoadError: nobody waits for it any more.
         """
-        order = self._job.order
         for layer in self._kv.layers:
-            views = list(self._views(layer))
+            slots = self._slots_of(layer)
             if cancelled():
                 raise CancelledLoadError("the request was aborted")
             with self._job.writing:
                 if self._job.withdrawn:
                     raise CancelledLoadError("it was not done within the time its step waits for it")
-                if write_layer(order, layer, order.chunks, views, self._sums_of(layer), order.end) is not None:
+                first = self._kv.first_segment(layer)
+                if layer.pages.load_at(slots.blocks, slots.spans, self._objects, first) is not None:
                     return False
-            self.bytes += sum(view.nbytes for view in views)
+            self.bytes += slots.bytes
         return True
 
-    def _views(self, layer: RankLayer) -> Iterator[memoryview]:
-        group, first, heads = self._kv.group(layer), self._kv.first_segment(layer), self._kv.share(layer).heads
-        for chunk, offset in zip(self._job.order.chunks, self._offsets, strict=True):
-            size = group.segment_bytes(chunk.tokens)
-            yield self._arena[offset + first * size : offset + (first + heads) * size]
-
-    def _sums_of(self, layer: RankLayer) -> array[int]:
-        each, first = len(self._sums) // len(self._offsets), self._kv.first_segment(layer)
-        sums = array("Q")
-        for at in range(first, len(self._sums), each):
-            sums += self._sums[at : at + self._kv.share(layer).heads]
-        return sums
+    def _slots_of(self, layer: RankLayer) -> _Slots:
+        kind = layer.group, layer.table, layer.pages.block_tokens
+        known = self._slots.get(kind)
+        if known is None:
+            order, first = self._job.order, self._job.order.starts[layer.group]
+            run = layer.run(order.tables, first, order.end)
+            spans = array("Q")
+            for chunk in order.chunks:
+                start, stop = max(chunk.start, first), min(chunk.end, order.end)
+                spans.extend((chunk.tokens, start - chunk.start, stop - start, run.offset + start - first))
+            share, group = self._kv.share(layer), self._kv.group(layer)
+            counts = Counter(chunk.tokens for chunk in order.chunks)
+            size = sum(number * share.bytes_per_layer(tokens, group) for tokens, number in counts.items())
+            known = self._slots[kind] = _Slots(array("Q", run.blocks), spans, size)
+        return known

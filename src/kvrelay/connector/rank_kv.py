@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvrelay.connector.core.geometry import KvGeometry, KvGroup, RankShare
     from kvrelay.connector.core.orders import LoadOrder
     from kvrelay.connector.core.tables import Blocks, Tables
-    from kvrelay.connector.pages import Column, Span
+    from kvrelay.connector.pages import Column, Objects, Span
 
 
 class Layer(Protocol):
@@ -35,6 +35,9 @@ class Layer(Protocol):
         self, blocks: Sequence[int], spans: Sequence[Span], sources: Sequence[ReadableBuffer], sums: Column
     ) -> int | None:
         """Objects into ``blocks``, one a span; see `kvrelay.connector.pages.Pages.load`."""
+
+    def load_at(self, blocks: Column, spans: Column, objects: Objects, first: int) -> int | None:
+        """Objects of one buffer into ``blocks``; see `kvrelay.connector.pages.Pages.load_at`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from kvrelay.connector import device as device_module  # noqa: E402 - after the skip
-from kvrelay.connector.pages import Span  # noqa: E402
+from kvrelay.connector.pages import Objects, Span, packed_spans  # noqa: E402
 from kvrelay.testing.deferred_device import DeferredCopies  # noqa: E402
 from kvrelay.testing.device_cache import ORDERS, DeviceCache, prompt  # noqa: E402
 
@@ -40,6 +40,13 @@ def test_objects_are_those_of_the_same_blocks_in_host_memory(
     into = [11, 0, 7, 2]
     assert cache.layer.load(into, spans, ours, sums) is None
     assert cache.host.load(into, spans, theirs, array("Q", sums)) is None
+    assert cache.same
+
+    buffer = b"".join(ours)
+    starts = array("Q", (sum(map(len, ours[:at])) for at in range(len(ours))))
+    objects = Objects(buffer, starts, sums, len(sums) // 8 // len(spans))
+    for layer in (cache.layer, cache.host):
+        assert layer.load_at(array("Q", reversed(into)), packed_spans(spans), objects, 0) is None
     assert cache.same
 
 
