@@ -319,14 +319,15 @@ static void hash_to(const struct way *way, struct xxh3_progress *progress, const
 }
 
 /* Copy bytes [at, at + count) of a segment, in or out, hashing what has been hashed up to `at`; false if they are no
- * whole steps of the hash. */
+ * whole steps of the hash. `saves`: what is hashed at the end is read where it was stored, so it stays in the caches. */
 static int copy_hashed(const struct way *way, struct xxh3_progress *progress, uint8_t *to, const uint8_t *from, size_t at,
-                       size_t count, size_t size, const struct xxh3_next *next) {
+                       size_t count, size_t size, const struct xxh3_next *next, int saves) {
     if (progress->done != at || count % XXH3_BLOCK || size <= XXH3_MID_MAX) return 0;
     size_t end = smaller(at + count, scrambled_bytes(size)), hashed = end - at;
     enum xxh3_store store = way->streamed && (uintptr_t)to % LINE == 0 ? XXH3_STREAMED : XXH3_CACHED;
     way->kernel->copy_blocks(progress->acc, to, from, hashed / XXH3_BLOCK, next, store);
-    memcpy(to + hashed, from + hashed, count - hashed);
+    if (saves) memcpy(to + hashed, from + hashed, count - hashed);
+    else copy(way, to + hashed, from + hashed, count - hashed);
     progress->done = end;
     return 1;
 }
@@ -389,7 +390,7 @@ static void load_canonical(const struct way *way, const struct pages *pages, siz
             translate(to);
             if (together(plane, slot, count)) {
                 struct xxh3_next next = {after(from + count * row, segment + size, following), NULL};
-                if (copy_hashed(way, progress, to, from, offset, count * row, size, &next)) continue;
+                if (copy_hashed(way, progress, to, from, offset, count * row, size, &next, 0)) continue;
             }
             hash_to(way, progress, segment, size, offset + count * row);
             put(way, plane, block, slot, from, count);
@@ -411,7 +412,7 @@ static void load_native(const struct way *way, const struct pages *pages, size_t
         if (pages->alike && end - begin == tokens) {
             struct xxh3_next next = {after(segment + at + block, segment + size, following), NULL};
             if (token + 2 * tokens <= span->skip + span->count) next.to = block_at(pages, head, blocks[index + 1]);
-            if (copy_hashed(way, progress, to, segment + at, at, block, size, &next)) continue;
+            if (copy_hashed(way, progress, to, segment + at, at, block, size, &next, 0)) continue;
             hash_to(way, progress, segment, size, at + block);
             copy(way, to, segment + at, block);
             continue;
@@ -491,7 +492,7 @@ static void save_native(const struct way *way, const struct pages *pages, size_t
         if (pages->alike && count == tokens) {
             struct xxh3_next next = {NULL, segment + at + block};
             if (token + 2 * tokens <= span->tokens) next.from = block_at(pages, head, blocks[index + 1]);
-            if (copy_hashed(way, progress, segment + at, from, at, block, size, &next)) continue;
+            if (copy_hashed(way, progress, segment + at, from, at, block, size, &next, 1)) continue;
             memcpy(segment + at, from, block);
         } else {
             if (count < tokens) memset(segment + at, 0, block);
