@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -244,20 +245,23 @@ def ask_and_kill(
     length: int,
     pid: int | None = None,
     headers: dict[str, str] | None = None,
+    through: Callable[[Question], Answer] | None = None,
 ) -> tuple[Question, Answer]:
     """Ask, kill ``victim`` as soon as ``when`` says so, and wait for the answer.
 
     A prompt that is answered before the moment was seen is followed by another. ``pid``: the process of ``victim`` to
-    kill, if not the one that was started; the rest of it must follow by itself.
+    kill, if not the one that was started; the rest of it must follow by itself. ``through``: asks, if not the stack's
+    own router is to be asked.
     """
     started = stack.process(victim)
+    through = through or partial(ask, stack, timeout_s=DEADLINE_S, headers=headers)
     with (
         PoolClient.connect(stack.pool_address, name="test", map_arena=False) as pool,
         ThreadPoolExecutor(1) as threads,
     ):
         for attempt in range(ATTEMPTS):
             question = completion(stack.model_name, tokens(length, "fault", *seed, attempt), stream=True)
-            answer = threads.submit(ask, stack, question, timeout_s=DEADLINE_S, headers=headers)
+            answer = threads.submit(through, question)
             while not answer.done():
                 if when(pool):
                     os.kill(pid or started, signal.SIGKILL)

@@ -219,16 +219,13 @@ def start_stack(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Runn
 
 
 @pytest.fixture(scope="module")
-def start_alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Callable[..., RunningStack]]:
-    """Start a stack, or with ``plain=True`` one vLLM without kvrelay, after stopping what this started before."""
-    runs, number = Runs(tmp_path_factory.mktemp("alone")), itertools.count()
-
-    def start(*arguments: str, plain: bool = False) -> RunningStack:
-        runs.stop()
-        own = (*ENGINE, "--connector", "none") if plain else (*DISAGGREGATED, *arguments)
-        stack = runs.start(f"alone{next(number)}", tiny_model, *own)
+def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningStack]:
+    """P0, P1, D0 and D1, each with blocks for 2,560 tokens."""
+    runs = Runs(tmp_path_factory.mktemp("wide"))
+    try:
+        few_blocks = ("--kv-cache-memory", "5MiB")
+        stack = runs.start("pd", tiny_model, *DISAGGREGATED, *few_blocks, "--prefill", "2", "--decode", "2")
         stack.wait_ready(START_S)
-        return stack
-
-    yield start
-    runs.stop()
+        yield stack
+    finally:
+        runs.stop()

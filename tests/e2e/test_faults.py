@@ -140,12 +140,15 @@ def test_d_killed_while_it_loads_is_a_clear_error_and_frees_everything(
 def test_p_killed_while_it_saves_leaves_the_work_to_d_and_its_successor_reuses_what_was_saved(
     stack: RunningStack, reference: RunningStack
 ) -> None:
+    first = stack.process("P0")
     question, answer = ask_and_kill(stack, "P0", unsealed, 36, length=1900)
+    assert not stack.is_running("P0")
     assert_same(answer, ask(reference, question), "P killed")
     assert_nothing_held(stack)
     alone = completion(stack.model_name, tokens(300, "fault", 37))
     assert_same(ask(stack, alone), ask(reference, alone), "without P")
     stack.revive(REVIVE_S)
+    assert stack.process("P0") != first
     handed_over_again(stack, reference, seed=38)
     again = completion(stack.model_name, tokens(333, "fault", 38))
     _, refused = ask_and_kill(stack, "P0", unsealed, 54, length=1900, headers=policy("strict"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
-
-import pytest
 
 from kvrelay.errors import KvRelayError
 
@@ -14,17 +13,18 @@ if TYPE_CHECKING:
     from kvrelay.testing.stack import RunningStack
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--decode-dtype", "bfloat16"], ["P0", "D0", "float32", "bfloat16"]),
-        (["--prefill-args=--kv-cache-dtype fp8"], ["P0", "D0", "fp8_e4m3", "float32"]),
-    ],
-)
-def test_engines_that_cannot_exchange_kv_do_not_get_to_serve(
-    start_stack: Callable[..., RunningStack], arguments: list[str], named: list[str]
-) -> None:
-    with pytest.raises(KvRelayError) as failed:
-        start_stack("--prefill", "1", "--decode", "1", *arguments)
-    told = [line for line in str(failed.value).splitlines() if all(word in line for word in named)]
-    assert told, str(failed.value)
+PAIRS = [
+    (["--decode-dtype", "bfloat16"], ["P0", "D0", "float32", "bfloat16"]),
+    (["--prefill-args=--kv-cache-dtype fp8"], ["P0", "D0", "fp8_e4m3", "float32"]),
+]
+"""Flags of a pair that cannot, and the words that name why."""
+
+
+def test_engines_that_cannot_exchange_kv_do_not_get_to_serve(start_stack: Callable[..., RunningStack]) -> None:
+    with ThreadPoolExecutor(len(PAIRS)) as threads:  # all at once: starts take long, most of it on one core
+        starts = [threads.submit(start_stack, "--prefill", "1", "--decode", "1", *flags) for flags, _ in PAIRS]
+        failed = [start.exception() for start in starts]
+    for error, (flags, named) in zip(failed, PAIRS, strict=True):
+        assert isinstance(error, KvRelayError), flags
+        told = [line for line in str(error).splitlines() if all(word in line for word in named)]
+        assert told, str(error)

@@ -221,19 +221,3 @@ def test_the_official_client_sees_a_plain_openai_server(stack: RunningStack) -> 
         assert streamed == whole.choices[0].message.content
         with pytest.raises(BadRequestError):
             client.completions.create(model=stack.model_name, prompt="x", max_tokens=100_000)
-
-
-def test_every_prefill_and_decode_engine_serves_its_share(start_stack, reference: RunningStack) -> None:  # type: ignore[no-untyped-def]
-    wide: RunningStack = start_stack("--prefill", "2", "--decode", "2")
-    questions = [
-        completion(wide.model_name, tokens(90 + 10 * n, "every-prefill", n), stream=bool(n % 2)) for n in range(8)
-    ]
-    theirs = ask_all(reference, questions, at_once=4)
-    before = {url: Counters(url) for url in (*wide.prefill_urls, *wide.decode_urls)}
-    for ours, expected in zip(ask_all(wide, questions), theirs, strict=True):
-        assert_same(ours, expected, ours.handover)
-        assert proof(wide, ours)["recomputed_tokens"] <= 1
-    for url, earlier in before.items():
-        served = Counters(url).total("vllm:request_success_total") - earlier.total("vllm:request_success_total")
-        assert served == 4, url
-    assert_nothing_held(wide)

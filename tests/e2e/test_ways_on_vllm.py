@@ -5,58 +5,19 @@ A second router stands in front of the engines of the standing stack.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from asking import ANSWER_S, ask, assert_nothing_held, assert_same, completion, proof, tokens
+from asking import ANSWER_S, assert_nothing_held, assert_same, completion, tokens
+from fronts import front
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from asking import Answer, Question
 
     from kvrelay.testing.stack import RunningStack
 
 NOBODY = "http://127.0.0.1:9"
-
-
-@dataclass
-class Front:
-    """What is asked instead of the stack's own router."""
-
-    base_url: str
-
-    def ask(self, question: Question) -> Answer:
-        return ask(cast("RunningStack", self), question)
-
-    def proof(self, answer: Answer) -> dict[str, Any]:
-        return proof(cast("RunningStack", self), answer)
-
-    def reasons(self, answer: Answer) -> list[str]:
-        record = httpx.get(f"{self.base_url}/kvrelay/handovers/{answer.handover}", timeout=30.0).raise_for_status()
-        return [detour["reason"] for detour in record.json()["detours"]]
-
-
-@contextmanager
-def front(stack: RunningStack, *arguments: str, decode: str = "") -> Iterator[Front]:
-    """Start a router and wait until it says that it serves; end it afterwards."""
-    engines = ["--prefill", stack.prefill_urls[0], "--decode", decode or stack.decode_urls[0]]
-    command = [sys.executable, "-m", "kvrelay", "router", "serve", "--port", "0", "--pool", stack.pool_address]
-    command += ["--ticket-timeout", "10"]  # as the stack's own router: see PATIENCE
-    with subprocess.Popen([*command, *engines, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            ready = process.stdout.readline()
-            assert ready.startswith("kvrelay router ready: "), ready
-            yield Front(ready.split()[3])
-        finally:
-            process.terminate()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
