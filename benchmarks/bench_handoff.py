@@ -11,7 +11,7 @@ D's own counters must say that it computed nothing again.
 Sections, each a table:
 
 ttft        first token after a hand-over beside that of the same prompt as a hit in D's own prefix cache
-saving      P's prefill beside that of a plain vLLM on P's core: what saving costs it
+saving      prompts that P saves beside prompts that it does not: what saving costs a prefill
 beside      tokens a second of four decodes on D while it takes hand-overs, beside while it takes hits of its cache
 overlapped  D asked while P computes: its first token after the sealing of P's last layer, beside a local hit
 
@@ -76,16 +76,13 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def start(
-    engines: Engines, names: Sequence[str], plain: RunningStack, beside_p: RunningStack | None, running: ExitStack
-) -> Iterator[Started]:
+def start(engines: Engines, names: Sequence[str], plain: RunningStack, running: ExitStack) -> Iterator[Started]:
     """Start pairs, all of them before the first is waited for."""
     pairs = [running.enter_context(engines.start_pair(CONTESTANTS[name])) for name in names]
-    for one in filter(None, (plain, beside_p)):
-        one.wait_ready(START_S)
+    plain.wait_ready(START_S)
     for pair in pairs:
         try:
-            legs = pair.legs(plain, beside_p)
+            legs = pair.legs(plain)
             engines.fill(legs)
         except KvRelayError as error:
             yield pair.contestant.name, str(error).splitlines()[-1]
@@ -111,13 +108,11 @@ def measure(tables: Sequence[Table], lengths: Sequence[int], started: Sequence[S
 
 def run(engines: Engines, names: list[str], tables: Sequence[Table], lengths: Sequence[int], *, together: bool) -> None:
     with ExitStack() as plains:
-        plain = plains.enter_context(engines.start_plain(1))
-        saves = any(isinstance(table, SavingTable) for table in tables)
-        beside_p = plains.enter_context(engines.start_plain(0)) if saves else None
+        plain = plains.enter_context(engines.start_plain())
         for group in [names] if together else [[name] for name in names]:
             print(f"{', '.join(group)}: starting", file=sys.stderr, flush=True)
             with ExitStack() as running:
-                started = list(start(engines, group, plain, beside_p, running))
+                started = list(start(engines, group, plain, running))
                 measure(tables, lengths, started, wait=together)
 
 

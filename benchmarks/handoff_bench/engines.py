@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 from handoff_bench.asking import Engine, prompt_of
 from handoff_bench.desk import Desk
 from handoff_bench.legs import Legs
+from handoff_bench.unsaved import FOLDER
 from kvrelay.launch.host import free_ports
 from kvrelay.testing.stack import RunningStack
 
@@ -62,8 +64,8 @@ class Pair:
             self._signal(signal.SIGCONT)
         self._stack.stop()
 
-    def legs(self, plain: RunningStack, beside_p: RunningStack | None) -> Legs:
-        """Wait until it serves; then its engines. ``beside_p``: the plain one on P's core, if there is one."""
+    def legs(self, plain: RunningStack) -> Legs:
+        """Wait until it serves; then its engines."""
         self._stack.wait_ready(START_S)
         pool = self._stack.pool_address if self.contestant.pooled else ""
         self._desk = Desk(self.contestant.profile, pool)
@@ -74,7 +76,7 @@ class Pair:
             Engine(plain.decode_urls[0], plain.model_name),
             self._desk,
             self._stack.model_name,
-            Engine(beside_p.decode_urls[0], beside_p.model_name) if beside_p is not None else None,
+            self._stack.process("P0"),
             pool,
         )
 
@@ -119,14 +121,14 @@ class Engines:
         own = ["--port", str(port), "--config", str(config)]
         return RunningStack(self._model, self._root / name, [*self._flags, *own, *flags])
 
-    def start_plain(self, core: int) -> RunningStack:
-        """An engine without a connector."""
-        return self.start(f"plain{core}", "--connector", "none", "--decode-cpus", str(core))
+    def start_plain(self) -> RunningStack:
+        """An engine without a connector, on D's core."""
+        return self.start("plain", "--connector", "none", "--decode-cpus", "1")
 
     def start_pair(self, contestant: Contestant) -> Pair:
         """One P on the first core, one D on the second."""
         (pool_port,) = free_ports(1, taken=set())
-        options = contestant.toml(f"tcp:127.0.0.1:{pool_port}")
+        options = contestant.toml(f"tcp:127.0.0.1:{pool_port}") + _prefill_environment()
         flags = ["--connector", contestant.connector, *contestant.flags]
         if contestant.over_tcp:
             flags += ["--pool-port", str(pool_port)]
@@ -137,3 +139,9 @@ class Engines:
         """Use every block of D's cache once: memory that was never touched costs whoever is first to write there."""
         for number in range(-(-self._sizes.cache_tokens // self.longest)):
             legs.decode.complete(prompt_of(self.longest, "fill", number))
+
+
+def _prefill_environment() -> str:
+    """P's, as TOML: with the hook that lets prompts be left unsaved."""
+    path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return f"[prefill.env]\nPYTHONPATH = {json.dumps(path)}\n"

@@ -67,8 +67,8 @@ class Legs:
     plain: Engine
     desk: Desk
     model: str
-    beside_p: Engine | None = None
-    """A plain one on P's core."""
+    prefill_pid: int = 0
+    """P's first process: the others are its descendants."""
     pool: str = ""
     """The address of our pool, if it is one that is measured."""
 

@@ -27,6 +27,18 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what at least one value was drawn from lies, at 95 %, whatever its distribution.
+
+    The bounds are values whose ranks are 0.98 times the root of their number away from the middle one (the binomial
+    distribution of how many are below the median, by its normal approximation).
+    """
+    ordered = sorted(values)
+    reach = 0.98 * math.sqrt(len(ordered))
+    low, high = math.floor(len(ordered) / 2 - reach) - 1, math.ceil(len(ordered) / 2 + reach)
+    return ordered[max(0, low)], ordered[min(len(ordered) - 1, high)]
+
+
 def spread(values: Sequence[float]) -> float:
     """Half the interquartile range relative to the median: how noisy the runs were. 0 for fewer than four values."""
     if len(values) < 4:

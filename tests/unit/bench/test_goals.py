@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from handoff_bench.legs import Settings
+from handoff_bench.saving import KINDS, MORE_ROUNDS, Costs, SavingTable
 from handoff_bench.ttft import Times, TtftTable
 from kvrelay.bench.section import JUDGED_ROUNDS, Goal, Section, ratio
 from pool_bench import lookup
@@ -109,3 +110,23 @@ def test_overheads_of_hand_overs_are_judged_from_enough_rounds_on(rounds: int, v
     section = table.finish()
     assert [goal.met for goal in section.goals] == verdicts
     assert [goal.bound for goal in section.goals] == [5.0, 0.0]
+
+
+@pytest.mark.parametrize(("adds_ms", "met"), [(0.5, True), (1.5, False)])
+def test_saving_is_judged_by_what_it_adds_within_rounds_beyond_a_copy(adds_ms: float, met: bool) -> None:
+    costs = Costs()
+    adds = dict(zip(KINDS, (adds_ms, 0.0, -0.2), strict=True))
+    for round_ in range(JUDGED_ROUNDS):
+        drift = 0.001 * round_  # of the machine: all prompts of a round are slower than those of the one before
+        for kind, more in adds.items():
+            costs.first_s[kind].append(0.1 + drift + more / 1e3)
+            costs.threads_s[kind].append({1: 0.09 + drift, 2: adds_ms / 1e3 if kind == "saved" else 0.0})
+    table = SavingTable(Settings(repeats=JUDGED_ROUNDS), kv_bytes_per_token=1)
+    assert table.settings.repeats == MORE_ROUNDS * JUDGED_ROUNDS
+    table.note("kvrelay", 1025, costs)
+    figures = table.section.figures["kvrelay 1025"]
+    assert figures["saving_ms"] == pytest.approx([adds_ms] * 3)
+    assert figures["saving_core_ms"] == pytest.approx([adds_ms] * 3)
+    assert figures["own_core_ms"] == pytest.approx([adds_ms] * 3)
+    assert figures["looking_ms"] == pytest.approx([0.2] * 3)
+    assert [goal.met for goal in table.section.goals] == [met]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvrelay.bench.report import closing_line, median, percentile, spread, table
+from kvrelay.bench.report import closing_line, median, median_interval, percentile, spread, table
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)])
@@ -22,6 +22,13 @@ def test_a_single_value_is_every_percentile_and_has_no_spread() -> None:
 def test_the_spread_is_half_the_interquartile_range_over_the_median() -> None:
     assert spread([10.0, 10.0, 10.0, 10.0]) == 0.0
     assert spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.15)
+
+
+def test_a_medians_interval_leaves_out_as_many_values_on_either_side() -> None:
+    values = list(map(float, range(1, 101)))
+    assert median_interval(values[::-1]) == (40.0, 61.0)  # the ranks that tables of the binomial distribution give
+    assert median_interval([2.0, 1.0]) == (1.0, 2.0)
+    assert median_interval([3.0]) == (3.0, 3.0)
 
 
 def test_a_table_is_aligned_markdown() -> None:
