@@ -78,7 +78,14 @@ class Pages:
         orders: Sequence[tuple[ReadableBuffer, ReadableBuffer]],
         packed: Sequence[tuple[ReadableBuffer, ReadableBuffer]] | None = None,
     ) -> None: ...
-    def save(self, blocks: ReadableBuffer, spans: ReadableBuffer, targets: Sequence[WriteableBuffer], /) -> bytes: ...
+    def save(
+        self,
+        blocks: ReadableBuffer,
+        spans: ReadableBuffer,
+        targets: Sequence[WriteableBuffer],
+        others: list[Pages] = ...,
+        /,
+    ) -> bytes: ...
     def load(
         self, blocks: ReadableBuffer, spans: ReadableBuffer, sources: Sequence[ReadableBuffer], sums: ReadableBuffer, /
     ) -> int | None: ...

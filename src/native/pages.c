@@ -207,6 +207,7 @@ struct call {
     uint8_t **segments; /* where each object's first segment of this layer is */
     size_t count, bytes;
     size_t first, each; /* where it is among the object's segments, if not at the offset; how many these are */
+    size_t more;        /* layers whose segments follow this one's in each buffer */
 };
 
 static void release(struct call *call) {
@@ -223,19 +224,19 @@ static void release(struct call *call) {
 /* Find this layer's part of object `i`, of so many tokens. */
 static int locate(const struct pages *pages, struct call *call, size_t i, size_t tokens) {
     const Py_buffer *view = call->views + (call->sequence ? i : 0);
-    size_t size = segment_bytes(pages, tokens), room = view->len;
+    size_t size = segment_bytes(pages, tokens), room = view->len, all = (1 + call->more) * pages->heads;
     uint64_t offset = 0;
-    int fits = room == pages->heads * size;
+    int fits = room == all * size;
     if (!call->sequence) {
         memcpy(&offset, (const char *)call->offsets.buf + 8 * i, 8);
         fits = offset <= room && (!size || (room - offset) / size >= call->first + pages->heads);
     }
     if (!fits) {
         PyErr_Format(bad_request, "segments %zu: %zd bytes from %llu on are not the %zu of %zu tokens of %zu heads", i,
-                     view->len, (unsigned long long)offset, pages->heads * size, tokens, pages->heads);
+                     view->len, (unsigned long long)offset, all * size, tokens, all);
         return -1;
     }
-    call->bytes += pages->heads * size;
+    call->bytes += all * size;
     call->segments[i] = (uint8_t *)view->buf + offset + call->first * size;
     if ((uintptr_t)call->segments[i] % pages->item) {
         PyErr_Format(bad_request, "segments %zu: %p is no place for items of %zu bytes", i, call->segments[i], pages->item);
@@ -309,13 +310,43 @@ static int take(const struct pages *pages, struct call *call, PyObject *blocks, 
     return take_spans(pages, call, saves);
 }
 
+static int alike_layers(const struct pages *one, const struct pages *other) {
+    return one->blocks == other->blocks && one->heads == other->heads && one->block_tokens == other->block_tokens &&
+           one->token_bytes == other->token_bytes && one->item == other->item && one->native == other->native;
+}
+
+/* This layer and `others`, a list: their tensors, to be freed; NULL with an error set. */
+static const struct pages **take_layers(const Pages *self, PyObject *others) {
+    Py_ssize_t count = PyList_GET_SIZE(others);
+    const struct pages **layers = PyMem_New(const struct pages *, count + 1);
+    if (!layers) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    layers[0] = &self->pages;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *other = PyList_GET_ITEM(others, i);
+        if (!PyObject_TypeCheck(other, &pages_type) || !alike_layers(&self->pages, &((Pages *)other)->pages)) {
+            PyErr_Format(bad_request, "other layer %zd is not one of the same blocks, heads, tokens and items", i);
+            PyMem_Free(layers);
+            return NULL;
+        }
+        layers[i + 1] = &((Pages *)other)->pages;
+    }
+    return layers;
+}
+
 static PyObject *pages_save(Pages *self, PyObject *args) {
-    PyObject *blocks, *spans, *targets, *result = NULL;
-    const struct pages *pages = &self->pages;
+    PyObject *blocks, *spans, *targets, *others = NULL, *result = NULL;
+    const struct pages *pages = &self->pages, **layers;
     struct call call = {0};
-    if (!PyArg_ParseTuple(args, "OOO:save", &blocks, &spans, &targets)) return NULL;
-    if (take(pages, &call, blocks, spans, targets, NULL, 1) < 0) goto end;
-    result = PyBytes_FromStringAndSize(NULL, 8 * call.count * pages->heads);
+    if (!PyArg_ParseTuple(args, "OOO|O!:save", &blocks, &spans, &targets, &PyList_Type, &others)) return NULL;
+    others = others ? PyList_GetSlice(others, 0, PY_SSIZE_T_MAX) : PyList_New(0);
+    if (!others) return NULL;
+    call.more = PyList_GET_SIZE(others);
+    layers = take_layers(self, others);
+    if (!layers || take(pages, &call, blocks, spans, targets, NULL, 1) < 0) goto end;
+    result = PyBytes_FromStringAndSize(NULL, 8 * call.count * (1 + call.more) * pages->heads);
     if (!result) goto end;
     char *sums = PyBytes_AS_STRING(result);
     const struct xxh3_kernel *kernel = chosen_kernel;
@@ -324,16 +355,19 @@ static PyObject *pages_save(Pages *self, PyObject *args) {
     for (size_t i = 0; i < call.count; i++) {
         const struct span *span = (const struct span *)call.spans.buf + i;
         size_t size = segment_bytes(pages, span->tokens);
-        for (size_t head = 0; head < pages->heads; head++, sums += 8) {
-            uint8_t *segment = call.segments[i] + head * size;
-            uint64_t sum = save_segment(kernel, pages, head, call.blocks.buf, span, segment, store);
-            memcpy(sums, &sum, 8);
-        }
+        uint8_t *segment = call.segments[i];
+        for (size_t layer = 0; layer <= call.more; layer++)
+            for (size_t head = 0; head < pages->heads; head++, sums += 8, segment += size) {
+                uint64_t sum = save_segment(kernel, layers[layer], head, call.blocks.buf, span, segment, store);
+                memcpy(sums, &sum, 8);
+            }
     }
     xxh3_copy_fence();
     if (state) PyEval_RestoreThread(state);
 end:
     release(&call);
+    PyMem_Free(layers);
+    Py_DECREF(others);
     return result;
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kvrelay.connector.pages import Span, unpacked_spans
+from kvrelay.connector.pages import Span, save_each, unpacked_spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -101,8 +101,17 @@ class DeviceLayer:
         """The engine has queued what writes this step's tokens. For its own thread."""
         self._computed = self._copies.mark()
 
-    def save(self, blocks: Sequence[int], spans: Sequence[Span], targets: Sequence[WriteableBuffer]) -> bytes:
-        """As `PagedLayer.save`; waits until the device has computed the layer."""
+    def save(
+        self,
+        blocks: Sequence[int],
+        spans: Sequence[Span],
+        targets: Sequence[WriteableBuffer],
+        others: Sequence[DeviceLayer] = (),
+    ) -> bytes:
+        """As `PagedLayer.save`; waits until the device has computed the layers."""
+        return save_each([self, *others], targets, lambda layer, parts: layer._save(blocks, spans, parts))
+
+    def _save(self, blocks: Sequence[int], spans: Sequence[Span], targets: Sequence[memoryview]) -> bytes:
         sums = b""
         for at, part in self._parts(spans):
             ids, shifted = self._of(blocks, part)

@@ -138,9 +138,15 @@ class PagedLayer:
     def computed(self) -> None:
         """This step's tokens are there: so they are, in host memory, when the engine says so."""
 
-    def save(self, blocks: Sequence[int], spans: Sequence[Span], targets: Sequence[WriteableBuffer]) -> bytes:
+    def save(
+        self,
+        blocks: Sequence[int],
+        spans: Sequence[Span],
+        targets: Sequence[WriteableBuffer],
+        others: Sequence[PagedLayer] = (),
+    ) -> bytes:
         """Objects out of ``blocks``, one a span; see `kvrelay.connector.pages.Pages.save`."""
-        return self._pages.save(array("Q", blocks), packed_spans(spans), targets)
+        return self._pages.save(array("Q", blocks), packed_spans(spans), targets, [other._pages for other in others])
 
     def load(
         self, blocks: Sequence[int], spans: Sequence[Span], sources: Sequence[ReadableBuffer], sums: Column

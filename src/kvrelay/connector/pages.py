@@ -9,10 +9,10 @@ engine does, and zeros where no token of the object is.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
+from msgspec import Struct
 
 from kvrelay.errors import BadRequestError
 from kvrelay.native import native
@@ -20,7 +20,7 @@ from kvrelay.transport.checksum import segment_sums
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
@@ -30,9 +30,10 @@ Items: TypeAlias = "np.ndarray[Any, Any]"
 Column: TypeAlias = "bytes | array[int]"
 """Packed u64."""
 
+L = TypeVar("L")
 
-@dataclass(frozen=True, slots=True)
-class Span:
+
+class Span(Struct, frozen=True, gc=False):
     """``count`` tokens of an object of ``tokens``, from its token ``skip`` on, and where they lie: from slot ``first``.
 
     Slots are counted through the request's blocks. In native packing the object begins at a block's bound.
@@ -91,8 +92,13 @@ def unpacked_spans(spans: Column) -> list[Span]:
 class Pages(Protocol):
     """One layer of one rank."""
 
-    def save(self, blocks: Column, spans: Column, targets: Sequence[WriteableBuffer], /) -> bytes:
-        """Whole objects out of blocks; the XXH3-64 of every segment, packed u64, object by object."""
+    def save(
+        self, blocks: Column, spans: Column, targets: Sequence[WriteableBuffer], others: list[Any] = ..., /
+    ) -> bytes:
+        """Whole objects out of blocks; the XXH3-64 of every segment, packed u64, object by object.
+
+        ``others``: layers of the same blocks, heads and items, whose segments follow this one's in each buffer.
+        """
 
     def load(self, blocks: Column, spans: Column, sources: Sequence[ReadableBuffer], sums: Column, /) -> int | None:
         """Objects' tokens into their slots, and into no other.
@@ -103,6 +109,19 @@ class Pages(Protocol):
 
     def load_at(self, blocks: Column, spans: Column, objects: Objects, first: int, /) -> int | None:
         """`load` of the segments from ``first`` on, one a head, of objects that lie in one buffer."""
+
+
+def save_each(
+    layers: Sequence[L], targets: Sequence[WriteableBuffer], save: Callable[[L, list[memoryview]], bytes]
+) -> bytes:
+    """Save layers one by one into buffers that hold the segments of all: the checksums, object by object."""
+    views = [memoryview(target).cast("B") for target in targets]
+    sums = []
+    for place, layer in enumerate(layers):
+        parts = [view[place * view.nbytes // len(layers) : (place + 1) * view.nbytes // len(layers)] for view in views]
+        sums.append(save(layer, parts))
+    each = len(sums[0]) // max(1, len(views))
+    return b"".join(of_layer[at : at + each] for at in range(0, each * len(views), each) for of_layer in sums)
 
 
 def strided(memory: Items, plane: Plane) -> Items:
@@ -182,6 +201,12 @@ class PurePages:
         self._token_items = sum(plane.num_dims for plane in planes)
         self._whole = memory if packed is not None and tuple(planes) == tuple(packed) else None
 
+    @property
+    def _shape(self) -> tuple[object, ...]:
+        """What layers that are saved together have in common."""
+        native = self._packed is not None
+        return self._blocks, self._heads, self._block_tokens, self._token_items, self._dtype.itemsize, native
+
     def _segment_items(self, tokens: int) -> int:
         size = self._block_tokens
         return self._token_items * (tokens if self._packed is None else -(-tokens // size) * size)
@@ -233,8 +258,16 @@ class PurePages:
         stored = items.transpose(1, 0, 2)
         return stored, [StridedPlane(stored, plane) for plane in self._packed]
 
-    def save(self, blocks: Column, spans: Column, targets: Sequence[WriteableBuffer], /) -> bytes:
+    def save(
+        self, blocks: Column, spans: Column, targets: Sequence[WriteableBuffer], others: Sequence[PurePages] = (), /
+    ) -> bytes:
         """See `Pages`."""
+        for at, other in enumerate(others):
+            if other._shape != self._shape:
+                raise BadRequestError(f"other layer {at} is not one of the same blocks, heads, tokens and items")
+        return save_each([self, *others], targets, lambda layer, parts: layer._save(blocks, spans, parts))
+
+    def _save(self, blocks: Column, spans: Column, targets: Sequence[WriteableBuffer]) -> bytes:
         sums = b""
         taken, quads, views = self._spans(blocks, spans, targets, saves=True)
         for span, view in zip(quads, views, strict=True):

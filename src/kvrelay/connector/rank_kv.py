@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrelay.connector.layout import Run
 
@@ -28,8 +28,17 @@ class Layer(Protocol):
     def computed(self) -> None:
         """The engine says that this step's tokens are in their blocks, or will be. For its own thread."""
 
-    def save(self, blocks: Sequence[int], spans: Sequence[Span], targets: Sequence[WriteableBuffer]) -> bytes:
-        """Objects out of ``blocks``, one a span; see `kvrelay.connector.pages.Pages.save`."""
+    def save(
+        self,
+        blocks: Sequence[int],
+        spans: Sequence[Span],
+        targets: Sequence[WriteableBuffer],
+        others: Sequence[Any] = (),
+    ) -> bytes:
+        """Objects out of ``blocks``, one a span; see `kvrelay.connector.pages.Pages.save`.
+
+        ``others``: layers of the same kind, whose segments follow this one's in each buffer.
+        """
 
     def load(
         self, blocks: Sequence[int], spans: Sequence[Span], sources: Sequence[ReadableBuffer], sums: Column

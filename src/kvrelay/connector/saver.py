@@ -18,7 +18,6 @@ import logging
 import queue
 import threading
 import time
-from array import array
 from functools import partial
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
@@ -29,13 +28,11 @@ from kvrelay.errors import KvRelayError
 from kvrelay.wire import limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvrelay.client.blocking import PoolClient
     from kvrelay.connector.counters import Counters
-    from kvrelay.connector.layout import Run
     from kvrelay.connector.link import PoolLink
-    from kvrelay.connector.pages import Span
     from kvrelay.connector.rank_kv import RankKv, RankLayer
     from kvrelay.connector.saves import Job
     from kvrelay.identity.core.chunks import Chunk
@@ -68,12 +65,6 @@ def _ticket(job: Job) -> str:
     return job.order.ticket or ""
 
 
-def _part(view: memoryview, place: int, count: int) -> memoryview:
-    """The ``place``-th of ``count`` equal parts."""
-    size = view.nbytes // count
-    return view[place * size : (place + 1) * size]
-
-
 class Saver:
     """The saving thread of one rank."""
 
@@ -93,6 +84,8 @@ class Saver:
         """
         self._publish_bytes = publish_bytes
         self._kv = kv
+        self._whole = kv.whole
+        self._written_groups = kv.written
         self._counted = kv.written[0] if kv.written else None
         """Tokens are counted once, not for every group: for this one."""
         self._group = group
@@ -128,9 +121,12 @@ class Saver:
             self._queue.put((partial(self._save, numbers=step.take()), step))
 
     def _tell(self, step: Step, number: int) -> None:
-        layer = self._kv.layers[number]
-        share = self._kv.share(layer)
-        step.told(number, share.bytes_per_layer(step.tokens, self._kv.group(layer)), share.heads * step.chunks)
+        group = self._kv.layers[number].group
+        if group not in step.sizes:
+            share = self._kv.shares[group]
+            layer_bytes = share.bytes_per_layer(step.tokens, self._kv.geometry.groups[group])
+            step.sizes[group] = layer_bytes, share.heads * step.chunks
+        step.told(number, *step.sizes[group])
 
     def interrupted(self, step: Step) -> None:
         """The forward pass ended before all its layers: what the rest of the blocks hold is not this step's KV."""
@@ -198,14 +194,14 @@ class Saver:
 
     def _owe(self, keys: Sequence[bytes], after_s: float) -> None:
         """Nothing of these objects will be written here."""
-        if self._kv.whole:
+        if self._whole:
             return
         self._owed |= dict.fromkeys(keys, time.monotonic() + after_s)
         while len(self._owed) > MAX_OWED:
             del self._owed[next(iter(self._owed))]
 
     def _announce(self, step: Step) -> None:
-        if not self._kv.written:
+        if not self._written_groups:
             self._give_up(step, step.jobs, "")
             return
         client = self._link.wait(CONNECT_WAIT_S)
@@ -221,8 +217,8 @@ class Saver:
         self._owe_all([job for job in step.jobs if job.cancelled])
         wanted = sorted((job for job in step.jobs if not job.cancelled), key=_ticket)
         for ticket, same in groupby(wanted, key=_ticket):
-            jobs = list(same)
-            specs = {spec.key: spec for job in jobs for _, _, spec in self._objects(job)}
+            jobs = [(job, self._objects(job)) for job in same]
+            specs = {spec.key: spec for _, objects in jobs for _, _, spec in objects}
             if not specs:
                 continue
             try:
@@ -230,14 +226,15 @@ class Saver:
                     list(specs.values()), group=self._group, lease_s=WRITE_LEASE_S, ticket=ticket or None
                 )
             except KvRelayError:
-                self._owe_all(jobs)
+                self._owe(list(specs), 0.0)
                 raise
             grants = dict(zip(specs, announced.grants, strict=True))
-            for key in specs:
-                self._owed.pop(key, None)
-            self._owe([key for key, grant in grants.items() if grant.state != "granted"], REFUSED_S)
-            for job in jobs:
-                self._grant(job, grants)
+            if not self._whole:
+                for key in specs:
+                    self._owed.pop(key, None)
+                self._owe([key for key, grant in grants.items() if grant.state != "granted"], REFUSED_S)
+            for job, objects in jobs:
+                self._grant(job, objects, grants)
         for job in step.jobs:
             if not job.granted:
                 job.end()
@@ -245,14 +242,16 @@ class Saver:
     def _abandon(self, step: Step) -> None:
         self._give_up(step, step.jobs, "interrupted")
 
-    def _objects(self, job: Job) -> Iterator[tuple[int, Chunk, Spec]]:
+    def _objects(self, job: Job) -> list[tuple[int, Chunk, Spec]]:
         """Every object of a job that this rank writes a share of."""
-        for group in self._kv.written:
-            for chunk in job.order.of(group):
-                yield group, chunk, self._kv.geometry.groups[group].spec(chunk.key, chunk.tokens)
+        return [
+            (group, chunk, spec)
+            for group in self._written_groups
+            for chunk, spec in self._kv.geometry.groups[group].specs(job.order.of(group))
+        ]
 
-    def _grant(self, job: Job, grants: dict[bytes, Grant]) -> None:
-        for group, chunk, spec in self._objects(job):
+    def _grant(self, job: Job, objects: Sequence[tuple[int, Chunk, Spec]], grants: dict[bytes, Grant]) -> None:
+        for group, chunk, spec in objects:
             grant = grants[spec.key]
             if grant.state == "granted" and grant.handle not in self._written:
                 self._written[grant.handle] = None
@@ -274,7 +273,7 @@ class Saver:
         if len(step.done_layers) == len(self._kv.layers):
             for job in step.jobs:
                 counted = () if self._counted is None else job.granted.get(self._counted, ())
-                self._counters.add("saved_tokens", sum(item.chunk.tokens for item in counted))
+                self._counters.add("saved_tokens", sum([item.chunk.tokens for item in counted]))
                 job.granted = {}
                 job.end()
             while len(self._written) > MAX_REMEMBERED:
@@ -297,10 +296,10 @@ class Saver:
             for job in due
         ]
         staged = iter(step.client.stage([part for parts in of_job for part in parts]))
-        saved: list[tuple[StagePart, memoryview, array[int]]] = []
+        saved: list[tuple[StagePart, memoryview, list[int]]] = []
         for job, parts in zip(due, of_job, strict=True):
             views = list(islice(staged, len(parts)))
-            sums = self._read(job, stretches, views, share.heads)
+            sums = self._read(job, stretches, views)
             if sums is None:
                 self._give_up(step, [job], "cancelled")
             else:
@@ -313,53 +312,39 @@ class Saver:
                 sums=[sums for _, _, sums in saved],
                 final=done == share.layers,
             )
-            self._counters.add("saved_bytes", sum(part.size for part, _, _ in saved))
+            self._counters.add("saved_bytes", sum([view.nbytes for _, view, _ in saved]))
 
     def _stretches(self, layers: Sequence[RankLayer]) -> list[Stretch]:
-        """Layers of one group, those together whose segments are neighbours."""
+        """Layers of one group, those together whose segments are neighbours and whose tokens are in the same blocks."""
         stretches: list[Stretch] = []
         end = -1
         for layer in layers:
             first = self._kv.first_segment(layer)
-            if first == end:
+            if first == end and layer.table == stretches[-1].layers[0].table:
                 stretches[-1].layers.append(layer)
             else:
                 stretches.append(Stretch(first, [layer]))
             end = first + self._kv.share(layer).heads
         return stretches
 
-    def _read(
-        self, job: Job, stretches: Sequence[Stretch], views: Sequence[memoryview], heads: int
-    ) -> list[array[int]] | None:
+    def _read(self, job: Job, stretches: Sequence[Stretch], views: Sequence[memoryview]) -> list[list[int]] | None:
         """Copy layers of a job's tokens out of the engine's blocks, ``views`` of each stretch one after the other.
 
         Returns the checksums of each view's segments; None: they are not to be read.
         """
-        sums = [array("Q") for _ in views]
-        runs: dict[int, list[tuple[Run, list[Span]]]] = {}
-        count = len(views) // len(stretches)
-        for at, stretch in enumerate(stretches):
-            mine = slice(at * count, (at + 1) * count)
-            for place, layer in enumerate(stretch.layers):
-                if layer.table not in runs:
-                    runs[layer.table] = job.runs(layer)
-                targets = [_part(view, place, len(stretch.layers)) for view in views[mine]]
-                read = self._read_layer(job, layer, runs[layer.table], targets)
-                if read is None:
-                    return None
-                for chunk, of_chunk in enumerate(sums[mine]):
-                    of_chunk.extend(read[chunk * heads : (chunk + 1) * heads])
-        return sums
-
-    def _read_layer(
-        self, job: Job, layer: RankLayer, runs: Sequence[tuple[Run, Sequence[Span]]], targets: Sequence[memoryview]
-    ) -> array[int] | None:
-        rest, sums = iter(targets), array("Q")
-        with self._reading:
-            if job.cancelled:
-                return None
-            for run, spans in runs:
-                sums.frombytes(layer.pages.save(run.blocks, spans, list(islice(rest, len(spans)))))
+        sums: list[list[int]] = []
+        rest = iter(views)
+        for stretch in stretches:
+            layer, *others = stretch.layers
+            for run, spans in job.runs(layer):
+                targets = list(islice(rest, len(spans)))
+                with self._reading:
+                    if job.cancelled:
+                        return None
+                    read = layer.pages.save(run.blocks, spans, targets, [other.pages for other in others])
+                told = memoryview(read).cast("Q").tolist()
+                each = len(told) // len(spans)
+                sums += [told[at : at + each] for at in range(0, len(told), each)]
         return sums
 
     def _failed(self, step: Step, error: KvRelayError) -> None:

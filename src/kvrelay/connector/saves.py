@@ -29,7 +29,7 @@ class Granted(Struct, frozen=True, gc=False):
 
 
 class Stretch(Struct, frozen=True):
-    """Layers of one group whose segments are neighbours in its objects."""
+    """Layers of one group, in the same blocks, whose segments are neighbours in its objects."""
 
     first: int
     """Their first segment."""
@@ -44,7 +44,7 @@ class Job:
         self.cancelled = False
         self.granted: dict[int, list[Granted]] = {}
         """Chunks of each group being written for it; the saving thread's own."""
-        self.unsaved_tokens = sum(chunk.tokens for chunk in order.chunks)
+        self.unsaved_tokens = order.tokens
         """Tokens that will be missing if it ends now; the saving thread's own, but for reading."""
         self._ended = ended
         self._once = threading.Lock()
@@ -59,16 +59,19 @@ class Job:
     def runs(self, layer: RankLayer) -> list[tuple[Run, list[Span]]]:
         """Where the granted chunks of a layer's group lie in its blocks: runs of neighbours, and each chunk's place."""
         runs: list[list[Chunk]] = []
+        end = -1
         for item in self.granted[layer.group]:
-            if runs and runs[-1][-1].end == item.chunk.start:
-                runs[-1].append(item.chunk)
+            chunk = item.chunk
+            if chunk.start == end:
+                runs[-1].append(chunk)
             else:
-                runs.append([item.chunk])
+                runs.append([chunk])
+            end = chunk.end
         placed = []
         for chunks in runs:
             run = layer.run(self.order.tables, chunks[0].start, chunks[-1].end)
             shift = run.offset - chunks[0].start
-            placed.append((run, [Span.whole(chunk.tokens, chunk.start + shift) for chunk in chunks]))
+            placed.append((run, [Span.whole(chunk.end - chunk.start, chunk.start + shift) for chunk in chunks]))
         return placed
 
 
@@ -88,8 +91,10 @@ class Step:
         """Of these, those that are to be published with the next."""
         self.waiting_bytes = 0
         self.waiting_segments = 0
-        self.tokens = sum(chunk.tokens for job in jobs for chunk in job.order.chunks)
-        self.chunks = sum(len(job.order.chunks) for job in jobs)
+        self.tokens = sum([job.order.tokens for job in jobs])
+        self.chunks = sum([len(job.order.chunks) for job in jobs])
+        self.sizes: dict[int, tuple[int, int]] = {}
+        """By group: bytes and segments of a layer, of all chunks."""
 
     def told(self, number: int, layer_bytes: int, layer_segments: int) -> None:
         """The engine has computed a layer, of so much: it waits to be published, if it was not told before."""

@@ -116,7 +116,8 @@ class WorkerSide:
 
     def before_step(self, orders: StepOrders) -> None:
         """Blocks of preempted requests are about to be given to others: be done with them."""
-        self._drain(orders.preempted, DRAIN_S)
+        if orders.preempted:
+            self._drain(orders.preempted, DRAIN_S)
 
     def _drain(self, request_ids: Iterable[str], timeout_s: float) -> None:
         """When this returns, no block of these requests is read any more."""

@@ -12,6 +12,7 @@ np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from kvrelay.connector import device as device_module  # noqa: E402 - after the skip
+from kvrelay.connector.device import DeviceLayer, Mirrors  # noqa: E402
 from kvrelay.connector.pages import Objects, Span, packed_spans  # noqa: E402
 from kvrelay.testing.deferred_device import DeferredCopies  # noqa: E402
 from kvrelay.testing.device_cache import ORDERS, DeviceCache, prompt  # noqa: E402
@@ -116,6 +117,25 @@ def test_a_layer_is_saved_when_it_has_been_computed_and_others_need_not_have_bee
     expected = cache.room(spans)
     cache.host.save([3, 9], spans, expected)
     assert objects == expected
+
+
+def test_layers_saved_at_once_are_each_waited_for_and_lie_one_behind_the_other() -> None:
+    cache, copies = cache_of()
+    second = DeviceLayer(Mirrors(cache.layer._mirrors.kind, copies), cache.tensor.clone())
+    spans = prompt(101, 32)
+    copies.launch(lambda: cache.tensor[3].fill_(7))
+    cache.layer.computed()
+    copies.launch(lambda: second._blocks[9].fill_(8))
+    second.computed()
+    each = [
+        (room, layer.save([3, 9, 4, 5], spans, room)) for layer in (cache.layer, second) for room in [cache.room(spans)]
+    ]
+    objects = [bytearray(2 * len(room)) for room in cache.room(spans)]
+    sums = cache.layer.save([3, 9, 4, 5], spans, objects, [second])
+    assert copies.reached == 2
+    assert objects == [b"".join(room[at] for room, _ in each) for at in range(len(spans))]
+    size = len(each[0][1]) // len(spans)
+    assert sums == b"".join(told[size * at : size * (at + 1)] for at in range(len(spans)) for _, told in each)
 
 
 def test_blocks_are_written_when_whoever_had_them_before_has_come_to_an_end() -> None:

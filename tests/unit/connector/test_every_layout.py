@@ -284,6 +284,44 @@ def test_what_goes_past_the_caches_is_the_same(
 
 
 @pytest.mark.parametrize("packing", ["canonical", "native"])
+@pytest.mark.parametrize("count", [70, 400])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_layers_saved_at_once_lie_one_behind_the_other_in_each_object(kernel: str, count: int, packing: str) -> None:
+    kind = Kind("cpu", "LBHNC", 4, 32, 2, 32)
+    _, pages = kind.tensor(1)
+    spans, ids = spans_of(count, 32), [at % BLOCKS for at in range(-(-count // 32))]
+    with using(kernel):
+        first, *others = (kind.layer(pages[at], kernel, packing=packing) for at in (2, 0, 1))
+        each: list[tuple[list[bytearray], bytes]] = []
+        for layer in (first, *others):
+            room = [bytearray(2 * layer.segment_bytes(span.tokens)) for span in spans]
+            each.append((room, layer.save(ids, spans, room)))
+        objects = [bytearray(3 * 2 * first.segment_bytes(span.tokens)) for span in spans]
+        sums = first.save(ids, spans, objects, others)
+    assert objects == [b"".join(room[at] for room, _ in each) for at in range(len(spans))]
+    assert sums == b"".join(told[16 * at : 16 * (at + 1)] for at in range(len(spans)) for _, told in each)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_layers_of_different_kinds_are_not_saved_at_once(kernel: str) -> None:
+    kind = Kind("cpu", "LBHNC", 4, 32, 2, 32)
+    unlike = [
+        Kind("cpu", "LBHNC", 4, 32, 1, 32),
+        Kind("cpu", "LBHNC", 4, 64, 2, 32),
+        Kind("cpu", "LBHNC", 2, 32, 2, 32),
+    ]
+    with using(kernel):
+        layer = kind.layer(kind.tensor(1)[1][0], kernel)
+        room = bytearray(2 * 2 * layer.segment_bytes(8))
+        for other in (*(one.layer(one.tensor(1)[1][0], kernel) for one in unlike),):
+            with pytest.raises(BadRequestError, match="other layer 1 is not one of the same"):
+                layer.save([1], [Span.whole(8, 0)], [room], [layer, other])
+        with pytest.raises(BadRequestError, match="bytes"):
+            layer.save([1], [Span.whole(8, 0)], [room], [layer, layer])
+    assert not any(room)
+
+
+@pytest.mark.parametrize("packing", ["canonical", "native"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_wrong_bit_anywhere_is_found_and_named(kernel: str, packing: str) -> None:
     kind = Kind("cpu", "LBHNC", 4, 32, 2, 32)

@@ -5,6 +5,7 @@ import pytest
 from kvrelay.connector.core.backoff import Backoff
 from kvrelay.connector.core.geometry import KvGeometry, rank_share
 from kvrelay.errors import ConfigError
+from kvrelay.identity.core.chunks import prompt_chunks
 
 (GROUP,) = KvGeometry.dense(layers=30, kv_heads=3, head_size=64, item_bytes=4).groups
 
@@ -15,6 +16,11 @@ def test_an_object_is_all_heads_of_all_layers() -> None:
     spec = GROUP.spec(b"key", 5)
     assert (spec.layers, spec.segments) == (30, 3)
     assert spec.size == 30 * 3 * GROUP.segment_bytes(5)
+
+
+def test_chunks_are_announced_as_each_would_be_by_itself() -> None:
+    chunks = prompt_chunks(b"seed", range(200), 64)
+    assert GROUP.specs(chunks) == [(chunk, GROUP.spec(chunk.key, chunk.tokens)) for chunk in chunks]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])

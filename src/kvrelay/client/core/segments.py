@@ -56,8 +56,12 @@ class Segments:
         """
         arena = self.arena
         if arena is not None:
-            starts = [part.grant.offset + part.first * part.segment_bytes for part in parts]
-            return [arena[start : start + part.size] for start, part in zip(starts, parts, strict=True)]
+            views = []
+            for part in parts:
+                size = part.segment_bytes
+                start = part.grant.offset + part.first * size
+                views.append(arena[start : start + part.count * size])
+            return views
         return self._stage_sizes([part.size for part in parts])
 
     def _stage_sizes(self, sizes: Sequence[int]) -> list[memoryview]:

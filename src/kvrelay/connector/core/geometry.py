@@ -12,9 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from kvrelay.errors import ConfigError
 from kvrelay.wire.messages import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvrelay.identity.core.chunks import Chunk
 
 KEY = b"kvrelay.group.1\x00"
 
@@ -54,6 +60,18 @@ class KvGroup:
         """What to announce a chunk's object as."""
         size = self.object_bytes(tokens)
         return Spec(key=self.key(chunk), size=size, layers=len(self.layers), segments=self.heads)
+
+    def specs(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, Spec]]:
+        """Each chunk, and what to announce its object as: chunks of one size are reckoned once."""
+        sizes: dict[int, int] = {}
+        layers, heads = len(self.layers), self.heads
+        found = []
+        for chunk in chunks:
+            tokens = chunk.end - chunk.start
+            if tokens not in sizes:
+                sizes[tokens] = self.object_bytes(tokens)
+            found.append((chunk, Spec(key=self.key(chunk.key), size=sizes[tokens], layers=layers, segments=heads)))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

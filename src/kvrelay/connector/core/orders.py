@@ -35,8 +35,15 @@ class SaveOrder(Struct, frozen=True):
     number: int = 0
     """Of all save orders of an engine."""
 
+    @property
+    def tokens(self) -> int:
+        """Of all its chunks."""
+        return sum([chunk.end - chunk.start for chunk in self.chunks])
+
     def of(self, group: int) -> tuple[Chunk, ...]:
         """Chunks of which the group's KV is wholly in blocks."""
+        if self.chunks and self.chunks[0].start >= self.starts[group]:
+            return self.chunks
         return tuple(chunk for chunk in self.chunks if chunk.start >= self.starts[group])
 
 
