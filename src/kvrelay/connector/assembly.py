@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvrelay.client.token import read_token
-from kvrelay.connector import compat
+from kvrelay.connector import compat, speculation
 from kvrelay.connector.adapters import Adapters
 from kvrelay.connector.codec import FP8, PLAIN, Codec, find_codec
 from kvrelay.connector.config import ConnectorConfig, parse_extra_config
@@ -174,7 +174,7 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
     facts = {
         **engine.model.facts,
         "chunk_tokens": str(config.chunk_tokens),
-        "weights": config.weights_id or _weights(vllm_config),
+        **({"weights": config.weights_id} if config.weights_id else _weights(vllm_config)),
     }
     embedded = EmbeddedPool(serve_arguments(config)) if config.embedded_pool is not None else None
     if embedded is not None:
@@ -227,12 +227,18 @@ def takes_sync_loads(vllm_config: VllmConfig) -> bool:
     )
 
 
-def _weights(vllm_config: VllmConfig) -> str:
+def _weights(vllm_config: VllmConfig) -> dict[str, str]:
+    """Of the model, and of a drafter's own."""
     cache = DigestCache(default_cache_file(os.environ))
     # The engine has read its weights by now. Where it has a process of its own, it has since that began.
     begun = kernel.began_at() if multiprocessing.parent_process() is not None else None
-    folder = compat.model_folder(vllm_config)
-    return weights_identity(folder, cache, begun=begun, code=compat.trusts_code(vllm_config))
+    model, draft = vllm_config.model_config, speculation.drafter(vllm_config)
+    code = compat.trusts_code(model)
+    told = {"weights": weights_identity(compat.model_folder(vllm_config), cache, begun=begun, code=code)}
+    folder = compat.drafter_folder(vllm_config, draft) if draft is not None else None
+    if folder is not None:
+        told["drafter_weights"] = weights_identity(folder, cache, begun=begun, code=compat.trusts_code(draft))
+    return told
 
 
 def build_worker(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -73,7 +73,17 @@ def model_folder(config: VllmConfig) -> str:
     Raises:
         ConfigError: the weights are not read from files of this machine.
     """
-    model, load = config.model_config, config.load_config
+    return _folder(config.model_config, config.load_config)
+
+
+def drafter_folder(config: VllmConfig, draft: ModelConfig) -> str | None:
+    """Where a drafter's weights are read from, as `model_folder` says it; ``None``: they are among the model's."""
+    if draft.model == config.model_config.model:
+        return None
+    return _folder(draft, config.speculative_config.draft_load_config or config.load_config)
+
+
+def _folder(model: ModelConfig, load: LoadConfig) -> str:
     mend = "set weights_id in kv_connector_extra_config to a name that changes whenever the weights do"
     if load.load_format not in LOADED_WHOLE or model.model_weights:
         raise ConfigError(f"weights of load format {load.load_format!r} cannot be identified: {mend}")
@@ -93,9 +103,8 @@ READS_OTHER_FILES = ("pt", "npcache", "gguf", "mistral", "bitsandbytes")
 """Load formats that may read other files of a folder than the usual ones, or read them otherwise."""
 
 
-def trusts_code(config: VllmConfig) -> bool:
-    """Whether the model is computed by code that came with it."""
-    model = config.model_config
+def trusts_code(model: ModelConfig) -> bool:
+    """Whether a model is computed by code that came with it."""
     return bool(model.trust_remote_code and getattr(model.hf_config, "auto_map", None))
 
 
@@ -103,7 +112,7 @@ def code_of(config: VllmConfig) -> dict[str, Any]:
     """What weights are read and computed with, as facts, where that is not the usual."""
     model, load_format = config.model_config, config.load_config.load_format
     return {
-        "code": f"its own, revision {model.code_revision}" if trusts_code(config) else "",
+        "code": f"its own, revision {model.code_revision}" if trusts_code(model) else "",
         "model_class": model.model_class_overrides,
         "load_format": load_format if load_format in READS_OTHER_FILES else "",
     }

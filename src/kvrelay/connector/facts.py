@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from kvrelay.connector import compat
-from kvrelay.connector.groups import ModelGroups, describe, dtype_name, group_refusals, read_groups
+from kvrelay.connector import compat, speculation
+from kvrelay.connector.groups import (
+    ModelGroups,
+    describe,
+    dtype_name,
+    group_refusals,
+    layer_numbers,
+    read_groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,12 +82,7 @@ def refusals(config: VllmConfig, cache: KVCacheConfig, *, allow_untested_device:
         getattr(config, "diffusion_config", None) is not None,
         "models that write by diffusion are not supported: their KV changes after it was first computed",
     )
-    speculative = config.speculative_config
-    refuse(
-        speculative is not None and speculative.method not in ("ngram", "suffix"),
-        "speculative decoding with a draft model is not supported yet: use method ngram, or none",
-    )
-    return found + group_refusals(config, cache)
+    return found + (group_refusals(config, cache) or speculation.refusals(config, layer_numbers(config, cache)))
 
 
 def read_model(config: VllmConfig, cache: KVCacheConfig) -> ModelFacts:
@@ -113,6 +115,9 @@ def _facts(config: VllmConfig, groups: ModelGroups) -> dict[str, str]:
     elif model.hf_config is not model.hf_text_config:  # what is said outside the language model's part, too
         facts["whole_config"] = sha256(_canonical(_whole(config)).encode()).hexdigest()
     facts |= {name: _canonical(value) for name, value in compat.code_of(config).items() if value}
+    if (draft := speculation.drafter(config)) is not None:
+        facts["speculation"] = config.speculative_config.method
+        facts["drafter"] = sha256(_canonical(speculation.identity(draft, config)).encode()).hexdigest()
     if any(kind in facts["rope"] for kind in ROPE_BY_LENGTH):
         facts["max_model_len"] = str(model.max_model_len)
     return facts

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvrelay.connector import compat
+from kvrelay.connector import compat, speculation
 from kvrelay.connector.core.geometry import KvGeometry, KvGroup, RankShare, rank_share
 from kvrelay.connector.core.tables import Table, Tables
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -45,7 +45,7 @@ class LayerFacts:
 
     name: str
     number: int
-    """In the whole model."""
+    """In the whole model, a drafter's layers being its last."""
     group: int
     """Of the geometry."""
     table: int
@@ -84,6 +84,11 @@ def layer_index(name: str) -> int:
     return int(numbers[0])
 
 
+def layer_numbers(config: VllmConfig, cache: KVCacheConfig) -> list[int]:
+    """Of all layers: see `LayerFacts.number`."""
+    return [speculation.layer_number(name, layer_index(name), config) for _, name, _ in _specs(cache)]
+
+
 def _specs(cache: KVCacheConfig) -> Iterator[tuple[int, str, KVCacheSpec]]:
     """(table, layer, spec) of every layer."""
     for table, group in enumerate(cache.kv_cache_groups):
@@ -111,7 +116,13 @@ def group_refusals(config: VllmConfig, cache: KVCacheConfig) -> list[str]:
         return list(found)
     if len({kv_type(config, spec) for spec in specs}) > 1:
         found["KV of different types in one model is not supported yet: set --kv-cache-dtype auto"] = None
-    if config.parallel_config.pipeline_parallel_size > 1 and not _knows_other_stages(config, _shapes(config, cache)):
+    shapes = _shapes(config, cache)
+    if len(shapes) > 1 and speculation.drafter(config) is not None:
+        found[
+            f"speculative decoding by {config.speculative_config.method} of a model with several kinds of attention is "
+            "not supported yet: use a method without KV of its own, or none"
+        ] = None
+    if config.parallel_config.pipeline_parallel_size > 1 and not _knows_other_stages(config, shapes):
         found[
             "pipeline parallelism of a model with several kinds of attention is not supported where its configuration "
             "does not say which layers are of which (layer_types): set --pipeline-parallel-size 1"
@@ -177,7 +188,7 @@ def _knows_other_stages(config: VllmConfig, shapes: Sequence[Shape]) -> bool:
 def _whole_model(config: VllmConfig, own: dict[int, Shape], shapes: Sequence[Shape]) -> dict[int, Shape]:
     """The shape of every layer of the whole model; ``own``: those of this process. Raises `ConfigError` in doubt."""
     if len(shapes) == 1:
-        return dict.fromkeys(range(config.model_config.get_total_num_hidden_layers()), shapes[0])
+        return dict.fromkeys(range(_total_layers(config, own)), shapes[0])
     if config.parallel_config.pipeline_parallel_size == 1:
         return own
     of = {shape[0]: shape for shape in shapes}
@@ -192,7 +203,10 @@ def _whole_model(config: VllmConfig, own: dict[int, Shape], shapes: Sequence[Sha
 
 def read_groups(config: VllmConfig, cache: KVCacheConfig) -> ModelGroups:
     """Read the KV of a model of which `group_refusals` found none; raises `ConfigError` for layers it cannot tell."""
-    specs = [(layer_index(name), name, table, spec) for table, name, spec in _specs(cache)]
+    specs = [
+        (number, name, table, spec)
+        for number, (table, name, spec) in zip(layer_numbers(config, cache), _specs(cache), strict=True)
+    ]
     specs.sort(key=lambda layer: layer[0])
     numbers = [number for number, *_ in specs]
     if len(set(numbers)) < len(numbers):
@@ -229,6 +243,14 @@ def read_groups(config: VllmConfig, cache: KVCacheConfig) -> ModelGroups:
     )
 
 
+def _total_layers(config: VllmConfig, numbers: Collection[int]) -> int:
+    """How many the whole model has, with a drafter's. ``numbers``: of the layers that this process knows."""
+    model = int(config.model_config.get_total_num_hidden_layers())
+    if speculation.drafter(config) is None:
+        return model
+    return model + sum(number >= model for number in numbers)
+
+
 def describe(groups: ModelGroups) -> str:
     """The groups as a fact of the namespace: kinds and windows, and whose layers if there are several."""
     told = []
@@ -253,11 +275,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 def read_shares(config: VllmConfig, groups: ModelGroups) -> tuple[RankShare, ...]:
     """What this worker holds of each group; raises `ConfigError` when that is no plain range of its layers."""
     parallel = config.parallel_config
-    total = config.model_config.get_total_num_hidden_layers()
     own = [layer.number for layer in groups.layers]
+    total = _total_layers(config, own)
     if own != list(range(own[0], own[0] + len(own))) or own[-1] >= total:
         raise ConfigError(f"attention layers {own} are not one range of {total} layers: not supported yet")
     first, end = config.model_config.get_layers_start_end_indices(parallel)
+    end += total - config.model_config.get_total_num_hidden_layers()  # a drafter's, of a model without stages
     if own != list(range(first, end)):
         raise ConfigError(
             f"{len(own)} of {end - first} layers keep KV of their own: cross-layer KV sharing, as in Gemma 3n, and "

@@ -19,7 +19,6 @@ from kvrelay.connector import compat
 from kvrelay.connector.assembly import build_scheduler, build_worker, read_engine
 from kvrelay.connector.calls import SchedulerCalls, WorkerCalls
 from kvrelay.connector.counters import Counters
-from kvrelay.connector.groups import layer_index
 from kvrelay.connector.stats import KvRelayPromMetrics, KvRelayStats
 from kvrelay.errors import ConfigError
 
@@ -106,8 +105,7 @@ class KvRelayConnector(SchedulerCalls, WorkerCalls, KVConnectorBase_V1, Supports
             self._worker = build_worker(self._vllm_config, self._engine, kv_caches, self._counters)
         except ConfigError as error:
             _refuse(error)
-        first = min(map(layer_index, kv_caches))
-        self._layer_of = {name: layer_index(name) - first for name in kv_caches}
+        self._layer_of = {layer.name: at for at, layer in enumerate(self._engine.model.groups.layers)}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the step's saves and loads before its forward pass."""

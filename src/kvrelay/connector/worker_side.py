@@ -180,7 +180,12 @@ class WorkerSide:
             self._sync_loader.withdraw(load)
 
     def layer_computed(self, layer: int) -> None:
-        """The step's tokens are in this layer's blocks (``layer``: of this rank's, from 0)."""
+        """The step's tokens are in this layer's blocks (``layer``: of this rank's, from 0).
+
+        A drafter's layer is told of again for each token that it guesses beyond: of a step's tokens nothing is new.
+        """
+        if layer in self._computed:
+            return
         self._computed.add(layer)
         if self._step is not None:
             self._saver.computed(self._step, (layer,))

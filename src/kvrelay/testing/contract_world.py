@@ -59,6 +59,8 @@ class Shape:
     sync_loads: bool = True
     """Where the engine can take them; else every load is asynchronous."""
     model: TrueModel = DENSE
+    drafter: bool = False
+    """Its last layer is a drafter's."""
 
     @property
     def takes_sync_loads(self) -> bool:
@@ -84,6 +86,7 @@ class Shape:
             tp, pp, settings, saves, loads, shm=rng.random() < 0.7,
             hold_s=rng.choice([0.0, 0.02, 10.0]), load_s=rng.choice([0.02, 0.2, 5.0]),
             lookup_s=rng.choice([0.05, 0.5]), sync_s=rng.choice([0.0, 0.01, 1.0]), model=model,
+            drafter=settings.drafts > 0 and rng.random() < 0.6,
         )  # fmt: skip
 
 
@@ -119,7 +122,7 @@ class ContractEngine:
                 link.settle(SETTLE_S)
         self.connector = self._connector()
         self.connector.watch(troubled=troubled)
-        self.workers = [FakeWorker(self._worker(rank), rank) for rank in self.ranks]
+        self.workers = [FakeWorker(self._worker(rank), rank, drafter=shape.drafter) for rank in self.ranks]
         for worker in self.workers:
             worker.connector.watch(self.connector)
         self.scheduler = self._scheduler()

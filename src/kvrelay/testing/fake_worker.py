@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from kvrelay.testing.paged_rank import PagedRank
 
 SPOILED = 0xBAD
+GUESSES = 3
+"""How often a drafter computes in a step."""
 
 
 class FakeWorker:
     """One rank. ``connector`` has the methods of vLLM's, its workers' half."""
 
-    def __init__(self, connector: Any, rank: PagedRank) -> None:
+    def __init__(self, connector: Any, rank: PagedRank, *, drafter: bool = False) -> None:
+        """``drafter``: the last layer is a drafter's, computed after the step's report, and again for each guess."""
+        self._drafter = drafter
         self.connector = connector
         self.rank = rank
         self.todo: deque[Batch] = deque()
@@ -43,15 +47,26 @@ class FakeWorker:
         connector.bind_connector_metadata(output.kv_connector_metadata)
         if output.has_sync_kv_loads:
             connector.start_load_kv(None)
-        for layer in self.rank.own_layers if batch.rows else ():
+        layers = list(self.rank.own_layers) if batch.rows else []
+        drafter = layers.pop() if layers and self._drafter else None
+        for layer in layers:
             if stop_at is not None and layer >= stop_at:
                 connector.wait_for_save()
                 return
             self._layer(batch, layer)
         if not output.has_sync_kv_loads:
             connector.start_load_kv(None)
-        connector.wait_for_save()
-        self.done.append(self._report(output.finished_req_ids))
+        if drafter is None:
+            connector.wait_for_save()
+        report = self._report(output.finished_req_ids)
+        if drafter is not None:
+            self._layer(batch, drafter)
+            for _ in range(GUESSES - 1):
+                connector.wait_for_layer_load(layer_name(drafter))
+                self._computed(drafter)
+            connector.wait_for_save()
+        connector.clear_connector_metadata()
+        self.done.append(report)
 
     def _layer(self, batch: Batch, layer: int) -> None:
         name = layer_name(layer)
@@ -63,7 +78,11 @@ class FakeWorker:
             if self.rank.wrong(row.request.truth, blocks, layer, row.computed):
                 assert batch.output.has_sync_kv_loads, f"{row.request.request_id} would read wrong KV"
                 batch.spoiled.add(row.request.request_id)
-        self.connector.save_kv_layer(name, self.rank.pages[layer - self.rank.own_layers.start], None)
+        self._computed(layer)
+
+    def _computed(self, layer: int) -> None:
+        pages = self.rank.pages[layer - self.rank.own_layers.start]
+        self.connector.save_kv_layer(layer_name(layer), pages, None)
 
     def _compute(self, batch: Batch, row: Row, layer: int) -> None:
         truth = self.rank.part(row.request.truth.kv, layer)[:, :, row.computed : row.computed + row.count]
@@ -84,7 +103,6 @@ class FakeWorker:
             invalid_block_ids=set(connector.get_block_ids_with_load_errors()),
         )
         report.kv_connector_worker_meta = connector.build_connector_worker_meta()
-        connector.clear_connector_metadata()
         return report
 
     def spoil(self, blocks: set[int]) -> None:

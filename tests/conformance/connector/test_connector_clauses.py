@@ -22,7 +22,7 @@ from kvrelay.testing.contract_world import Shape
 from kvrelay.testing.engine_shapes import ConnectorOutput
 from kvrelay.testing.fake_scheduler import Settings
 from kvrelay.testing.paged_engine import chunks_of
-from kvrelay.testing.true_kv import BLOCK
+from kvrelay.testing.true_kv import BLOCK, CHUNK
 from kvrelay.types import Reason
 
 if TYPE_CHECKING:
@@ -499,6 +499,18 @@ def test_an_abort_while_a_step_is_carried_out_leaves_nothing(pool: PoolThread, m
         engine.update()
         engine.drain(WAIT_S)
     nothing_held(pool)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_drafters_layer_is_saved_though_it_comes_after_the_steps_report_and_several_times(
+    make_engine: Make, tp: int
+) -> None:
+    p, d = (make_engine(name, tp=tp, drafter=True, settings=Settings(drafts=3)) for name in "PD")
+    said = p.add("r", PROMPT, 30).truth.tokens
+    until_idle(p)
+    serve(d, "next", said)
+    whole = (len(said) - 1) // CHUNK * CHUNK  # the last token said was never computed
+    assert d.counters.take()["loaded_tokens"] == whole
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -125,7 +125,6 @@ def test_a_dense_model_is_not_refused() -> None:
     [
         ({"runner_type": "pooling"}, "runner 'pooling' is not supported"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "draft model"),
         ({"device": "xpu"}, "KV cache on xpu is not supported: run this engine on a CPU or CUDA"),
         ({"device": "cuda"}, "run tests/gpu on this machine, and then set allow_untested_device to true"),
         ({"use_ubatching": True}, "start without --enable-dbo"),
