@@ -35,6 +35,14 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(np.array_equal(mine, yours) for mine, yours in zip(one, other, strict=True))
 
 
+def waiting(pool: PoolThread) -> None:
+    """A reader has found what is written and waits for the rest."""
+    deadline = time.monotonic() + WAIT_S
+    with PoolClient.connect(pool.unix, name="stat", map_arena=False) as client:
+        while not client.stat()["waiting"]:
+            assert time.monotonic() < deadline, "nobody waits"
+
+
 def stat(pool: PoolThread) -> dict[str, int]:
     with PoolClient.connect(pool.unix, name="stat", map_arena=False) as client:
         return client.stat()
@@ -538,13 +546,14 @@ def test_what_has_no_room_is_counted_and_the_rest_is_saved(tmp_path: Path, make_
 def test_when_the_writer_dies_the_reader_keeps_what_is_sealed(
     pool: PoolThread, make_rank: Make, make_chunks: Make
 ) -> None:
-    """1. P saves two chunks. 2. P announces three more and one layer of them. 3. D loads. 4. P's connection ends."""
+    """1. P saves two chunks. 2. P announces three. 3. D waits for them. 4. P saves a layer. 5. P's connection ends."""
     chunks = make_chunks(TOKENS)
     p, d = make_rank(pool.unix), make_rank(pool.unix, name="D")
     p.step(saves=(p.save_order(chunks[:2], P_BLOCKS),))
     p.saved(1)
     p.announce(saves=(p.save_order(chunks[2:], P_BLOCKS),))
     d.step(loads=(d.load_order(chunks, D_BLOCKS),))
+    waiting(pool)
     p.side.layer_computed(0)
     p.close()
     results = d.loaded()
