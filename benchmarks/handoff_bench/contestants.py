@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from handoff_bench.desk import Handover
 from kvrelay.profiles.registry import PROFILES
 
 if TYPE_CHECKING:
@@ -42,12 +41,6 @@ class Contestant:
     def profile(self) -> Profile:
         """How its legs are called."""
         return PROFILES[self.connector]
-
-    def prefill_params(self) -> dict[str, Any] | None:
-        """What a prefill leg is given that hands nothing over."""
-        if self.pooled:
-            return None  # content-addressed: what it computes is saved all the same
-        return Handover("bench", self.profile, None).prefill_params()
 
     def toml(self, pool: str) -> str:
         """The file with its options; ``pool``: the pool's address over TCP."""
