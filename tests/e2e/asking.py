@@ -320,25 +320,41 @@ class Series:
         block_tokens: int,
         what: object = "",
         same: Same = assert_same,
-    ) -> None:
+    ) -> list[dict[str, Any]]:
         """Ask a stack: its answers must be the ``right`` ones, and each prompt handed over whole; then it is idle.
+
+        Half of those asked at once must be whole: engines wait for a late pool a bounded moment only. All proofs.
 
         ``block_tokens``: of D. Its own hits end at a block's end, so of a shared beginning it may compute so many.
         ``same``: asserts that an answer is the right one.
         """
+        told = []
         singles, prefixes = len(self._single), len(self._prefixes)
         for length, question, theirs in zip(self._lengths, self._single, right[:singles], strict=True):
-            assert_handed_over_whole(stack, question, theirs, length, f"{what}: {length} tokens", same)
+            told.append(assert_handed_over_whole(stack, question, theirs, length, f"{what}: {length} tokens", same)[1])
         for n, (question, theirs) in enumerate(zip(self._prefixes, right[singles:][:prefixes], strict=True)):
             answer = ask(stack, question)
             same(answer, theirs, f"{what}: prefix {n}")
-            assert proof(stack, answer)["recomputed_tokens"] <= block_tokens
-        crowd = zip(ask_all(stack, self._crowd, at_once=3), right[singles + prefixes :], strict=True)
-        for n, (answer, theirs) in enumerate(crowd):
+            told.append(proof(stack, answer))
+            assert told[-1]["recomputed_tokens"] <= block_tokens, told[-1]
+        answers = ask_all(stack, self._crowd, at_once=3)
+        for n, (answer, theirs) in enumerate(zip(answers, right[singles + prefixes :], strict=True)):
             same(answer, theirs, f"{what}: at once, {n}")
+        crowd = [proof(stack, answer) for answer in answers]
+        whole = [one["handed_over_tokens"] == one["prompt_tokens"] - 1 for one in crowd]
+        assert sum(whole) >= len(whole) / 2, (what, crowd)
         for url in (*stack.prefill_urls, *stack.decode_urls):
             assert Counters(url).total("kvrelay:load_failed_total") == 0, url
         assert_nothing_held(stack)
+        return told + crowd
+
+
+def assert_both_replicas_took_part(stack: RunningStack, told: Sequence[dict[str, Any]]) -> None:
+    """Each of two data-parallel replicas of P and of D answered some; ``told``: proofs, which name those of D."""
+    assert {one["engine"] for one in told} == {"D0-dp0", "D0-dp1"}
+    for url in (*stack.prefill_urls, *stack.decode_urls):
+        answered = [Counters(url).total("vllm:request_success_total", engine=replica) for replica in ("0", "1")]
+        assert all(answered), (url, answered)
 
 
 T = TypeVar("T")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     StartStack = Callable[..., RunningStack]
     RightAnswers = Callable[[Path, Sequence[Question]], list[Answer]]
 
+BLOCK = 32
 LENGTHS = [1, 2, 31, 32, 33, 64, 65, 97, 150, 256, 257, 300, 513, 1000, 1025, 2032]
 """Around bounds of blocks (32) and of P's steps (256)."""
 WHOLE_STEPS = ("--prefill-max-num-batched-tokens", "2048")
@@ -63,16 +64,25 @@ def crowd_for(model: Path) -> list[Question]:
     ]
 
 
-def check(stack: RunningStack, model: Path, right: RightAnswers) -> list[Answer]:
-    """Ask everything, one by one and at once; the answers that were asked for one by one."""
+def check(stack: RunningStack, model: Path, right: RightAnswers, *, proves: bool = False) -> list[Answer]:
+    """Ask everything, one by one and at once; the answers that were asked for one by one.
+
+    ``proves``: whether this connector's hand-overs are proven. Then half of those at once must be.
+    """
     alone, crowd = questions_for(model), crowd_for(model)
     expected = right(model, [*alone, *crowd])
     answers = [ask(stack, question) for question in alone]
     for n, (ours, theirs) in enumerate(zip(answers, expected, strict=False)):
         assert_same(ours, theirs, alone[n].body)
         assert (ours.prefill, ours.decode) == ("P0", "D0")
-    for ours, theirs in zip(ask_all(stack, crowd, at_once=4), expected[len(alone) :], strict=True):
+    at_once = ask_all(stack, crowd, at_once=4)
+    for ours, theirs in zip(at_once, expected[len(alone) :], strict=True):
         assert_same(ours, theirs, "at once")
+    if proves:
+        told = [proof(stack, answer) for answer in at_once]
+        taken_over = [one["handed_over_tokens"] + one["earlier_tokens"] > 0 for one in told]
+        whole = [taken and one["recomputed_tokens"] <= BLOCK for taken, one in zip(taken_over, told, strict=True)]
+        assert sum(whole) >= len(whole) / 2, told
     assert all(map(stack.is_running, ("P0", "D0", "router")))
     return answers
 
@@ -123,7 +133,7 @@ def test_nixl_with_our_pool_hands_over_and_the_pool_serves_what_nixl_cannot(
     start_stack: StartStack, right_answers: RightAnswers, tiny_model: Path
 ) -> None:
     stack = start_stack("--connector", "multi")
-    answers = check(stack, tiny_model, right_answers)
+    answers = check(stack, tiny_model, right_answers, proves=True)
     for length, answer in zip(LENGTHS, answers, strict=False):
         told = proof(stack, answer)
         assert told["recomputed_tokens"] <= 1, told
@@ -150,7 +160,7 @@ def test_a_direct_hand_over_is_proven_and_dies_with_p_alone(
     """
     stack = start_stack("--connector", "direct")
     assert "pool" not in stack.logs()
-    answers = check(stack, tiny_model, right_answers)
+    answers = check(stack, tiny_model, right_answers, proves=True)
     for length, answer in zip(LENGTHS, answers, strict=False):
         told = proof(stack, answer)
         assert told["recomputed_tokens"] <= 1, told

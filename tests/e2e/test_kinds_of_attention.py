@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from asking import Series, ask_all
+from asking import Series, ask_all, assert_both_replicas_took_part
 
 from kvrelay.client.blocking import PoolClient
 from kvrelay.connector.compat import WITHOUT_ROTARY_KERNEL
@@ -78,4 +78,6 @@ def test_a_prompt_of_any_length_is_handed_over_whole(
         with PoolClient.connect(stack.pool_address, name="test", map_arena=False) as pool:
             assert {engine.facts["kv_groups"] for engine in pool.engines()} == {GROUPS[kind]}
         right = ask_all(plain, series.questions, at_once=4)
-        series.check(stack, right, block_tokens=block)
+        told = series.check(stack, right, block_tokens=block)
+        if "--decode-data-parallel-size" in ours:
+            assert_both_replicas_took_part(stack, told)

@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
-from asking import Series, ask, ask_and_kill, assert_nothing_held, assert_same, completion, tokens, unsealed
+from asking import (
+    Series,
+    ask,
+    ask_and_kill,
+    assert_both_replicas_took_part,
+    assert_nothing_held,
+    assert_same,
+    completion,
+    tokens,
+    unsealed,
+)
 
 from kvrelay.testing.models import build_tiny_llama
 
@@ -47,15 +58,21 @@ class Shape:
     chunk: int = 64
     model: str = "gqa"
     packing: str = "canonical"
+    dispatch: str = "sequential"
+    p_caches: bool = True
+    """Whether P has a prefix cache; D has."""
 
     def __str__(self) -> str:
-        native = "-native" if self.packing == "native" else ""
-        return f"{self.model}-{self.prefill}-{self.decode}-{self.blocks[0]}to{self.blocks[1]}-chunk{self.chunk}{native}"
+        said = f"{self.model}-{self.prefill}-{self.decode}-{self.blocks[0]}to{self.blocks[1]}-chunk{self.chunk}"
+        said += "-native" if self.packing == "native" else ""
+        said += "-overlapped" if self.dispatch == "overlapped" else ""
+        return said if self.p_caches else f"{said}-uncached"
 
     @property
     def flags(self) -> list[str]:
         """For `kvrelay up`."""
-        flags = ["--chunk-tokens", str(self.chunk)]
+        flags = ["--chunk-tokens", str(self.chunk), "--dispatch", self.dispatch]
+        flags += [] if self.p_caches else ["--prefill-args=--no-enable-prefix-caching"]
         for role, shape, block in (("prefill", self.prefill, self.blocks[0]), ("decode", self.decode, self.blocks[1])):
             flags += [f"--{role}-block-size", str(block)]
             kind, size = shape[:2], shape[2:]
@@ -85,6 +102,9 @@ MATRIX = [
     Shape("tp2", "pp2", (32, 64), model="mha"),
     Shape("tp1", "tp1", (32, 32), packing="native"),
     Shape("tp2", "tp1", (64, 64), packing="native"),
+    Shape("tp1", "tp1", (64, 32), p_caches=False),
+    Shape("tp2", "tp1", (32, 64), dispatch="overlapped"),
+    Shape("pp2", "tp1", (64, 32), chunk=48, dispatch="overlapped"),
 ]
 
 
@@ -102,8 +122,22 @@ def check(shape: Shape, lengths: list[int], start_stack: StartStack, right: Righ
     stack = start_stack(
         "--prefill", "1", "--decode", "1", *shape.flags, model=model, options=f'packing = "{shape.packing}"\n'
     )
-    series.check(stack, theirs, block_tokens=max(shape.blocks), what=shape)
+    told = series.check(stack, theirs, block_tokens=max(shape.blocks), what=shape)
+    if shape.prefill == shape.decode == "dp2":
+        assert_both_replicas_took_part(stack, told)
+    if shape.dispatch == "overlapped":
+        assert_asked_early(stack, told)
     return stack
+
+
+def assert_asked_early(stack: RunningStack, told: Sequence[dict[str, Any]]) -> None:
+    """D was asked before P was done, for prompts of which P computes several steps."""
+    long = [one["handover"] for one in told if one["prompt_tokens"] > 2 * STEP]
+    records = [httpx.get(f"{stack.base_url}/kvrelay/handovers/{name}", timeout=30).json() for name in long]
+    stamps = [record["timestamps"] for record in records]
+    early = [at["prefill_end"] is None or at["migration_begin"] < at["prefill_end"] for at in stamps]
+    assert early, "no prompt is long enough"
+    assert all(early), stamps
 
 
 def test_a_prefill_engine_of_two_ranks_serves_a_decode_engine_of_one_until_a_rank_is_killed(
