@@ -97,15 +97,48 @@ def test_the_pool_killed_while_p_saves_refuses_what_must_not_be_computed_again(
 
 
 @pytest.mark.matrix
-def test_d_killed_while_it_loads_under_strict_is_a_clear_error_and_frees_everything(
-    stack: RunningStack, reference: RunningStack
+@pytest.mark.parametrize("name", ["recompute", "reprefill"])
+def test_the_pool_killed_while_p_saves_costs_a_recompute_where_one_is_allowed(
+    stack: RunningStack, reference: RunningStack, name: str
 ) -> None:
-    _, answer = ask_and_kill(stack, "D0", leased, 51, length=1900, headers=policy("strict"))
+    """Another prefill would change nothing without a pool: under ``reprefill`` D computes, too."""
+    question, answer = ask_and_kill(stack, "pool", unsealed, 55, name, length=2000, headers=policy(name))
+    assert_same(answer, ask(reference, question), "pool killed")
+    stack.revive(REVIVE_S)
+    handed_over_again(stack, reference, seed=60 + len(name))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["reprefill", "fail", "strict"])
+def test_d_killed_while_it_loads_is_a_clear_error_under_every_policy_and_frees_everything(
+    stack: RunningStack, reference: RunningStack, name: str
+) -> None:
+    _, answer = ask_and_kill(stack, "D0", leased, 51, name, length=1900, headers=policy(name))
     assert answer.status in (200, 502, 503), answer
     assert json.loads(answer.error)["error"]["message"]
+    if answer.status == 200 and name != "reprefill":  # it had begun, so it was proven
+        assert proof(stack, answer)["recomputed_tokens"] <= 1
     assert_nothing_held(stack)
     stack.revive(REVIVE_S)
-    handed_over_again(stack, reference, seed=52)
+    handed_over_again(stack, reference, seed=70 + len(name))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["reprefill", "fail"])
+def test_the_only_p_killed_while_it_saves_leaves_the_work_to_d_where_nothing_was_promised(
+    stack: RunningStack, reference: RunningStack, name: str
+) -> None:
+    """Nobody answered the prefill leg, and no other P is there. If P had answered before, ``fail`` refuses."""
+    question, answer = ask_and_kill(stack, "P0", unsealed, 56, name, length=1900, headers=policy(name))
+    if answer.prefill is None or name == "reprefill":
+        assert_same(answer, ask(reference, question), "P killed")
+    elif answer.status == 200:
+        assert proof(stack, answer)["recomputed_tokens"] <= 1
+    else:
+        assert_refused(answer)
+    assert_nothing_held(stack)
+    stack.revive(REVIVE_S)
+    handed_over_again(stack, reference, seed=80 + len(name))
 
 
 @pytest.mark.matrix

@@ -22,6 +22,8 @@ from damage import vandal
 from kvrelay.testing.stack import Counters
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asking import Answer
 
     from kvrelay.testing.stack import RunningStack
@@ -126,3 +128,24 @@ def test_strict_passes_what_was_handed_over_and_tells_it_from_what_was_there_bef
     assert sum(told[f"{part}_tokens"] for part in ("handed_over", "earlier", "local", "recomputed")) == LENGTH
     assert (told["bytes"] > 0, told["wait_ms"] >= told["transfer_ms"] > 0) == (True, True), told
     assert_idle(stack)
+
+
+@pytest.mark.matrix
+def test_what_the_deployment_says_counts_where_a_request_says_nothing(
+    start_stack: Callable[..., RunningStack], reference: RunningStack
+) -> None:
+    strict = start_stack("--prefill", "1", "--decode", "1", "--on-lost-kv", "strict")
+    question = completion(strict.model_name, tokens(LENGTH, "lost", 6))
+    with vandal(strict, FIRST_STEP):
+        answer = ask(strict, question)
+    assert answer.status == 503, answer
+    error = json.loads(answer.error)["error"]
+    assert error["code"] == "kv_lost"
+    assert "on-lost-kv is strict" in error["message"]
+    assert record(strict, answer)["policy"] == "strict"
+    again = completion(strict.model_name, tokens(LENGTH, "lost", 7))
+    with vandal(strict, FIRST_STEP):
+        answer = ask(strict, again, headers=wishes("recompute"))
+    assert_same(answer, ask(reference, again), "its own wish")
+    assert answer.proof["recomputed_tokens"] > 256
+    assert_idle(strict)
