@@ -1,4 +1,4 @@
-"""Small random models of the kinds whose KV is not one dense group: sliding windows, MLA.
+"""Small random models of the kinds whose KV is not one dense group: sliding windows, MLA, mamba layers.
 
 As `kvrelay.testing.models` makes its Llama: their output means nothing, but depends on every cached key and value.
 """
@@ -75,6 +75,31 @@ class TinyDeepseek:
     version: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class TinyGranite:
+    """The recipe of a random Granite 4 without experts: mamba layers and full attention in turn."""
+
+    seed: int
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 2
+    head_size: int = 32
+    mamba_heads: int = 8
+    mamba_head_size: int = 64
+    state: int = 64
+    convolved: int = 4
+    intermediate: int = 512
+    vocabulary: int = 2048
+    positions: int = 8192
+    version: int = 1
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of each layer."""
+        return ["full_attention" if at % 2 else "linear_attention" for at in range(self.layers)]
+
+
 def build_tiny_gemma(path: Path, *, seed: int, **sizes: int) -> Path:
     """Make the random Gemma 3 of ``seed`` at ``path`` and return ``path``. ``sizes`` override fields of the recipe."""
     recipe = TinyGemma(seed=seed, **sizes)
@@ -94,7 +119,15 @@ def build_tiny_deepseek(path: Path, *, seed: int, **sizes: int) -> Path:
     return _build(path, "tiny-deepseek", recipe, config, lambda random: _deepseek_weights(recipe, random))
 
 
-Recipe = TinyGemma | TinyMistral | TinyDeepseek
+def build_tiny_granite(path: Path, *, seed: int, **sizes: int) -> Path:
+    """The same for a Granite 4, half of whose layers keep a state instead of KV."""
+    recipe = TinyGranite(seed=seed, **sizes)
+    return _build(
+        path, "tiny-granite", recipe, _granite_config(recipe), lambda random: _granite_weights(recipe, random)
+    )
+
+
+Recipe = TinyGemma | TinyMistral | TinyDeepseek | TinyGranite
 
 
 class _Random:
@@ -200,6 +233,32 @@ def _deepseek_config(recipe: TinyDeepseek) -> dict[str, Any]:
     }
 
 
+def _granite_config(recipe: TinyGranite) -> dict[str, Any]:
+    return {
+        **_sizes(recipe),
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_key_value_heads": recipe.kv_heads,
+        "layer_types": recipe.kinds,
+        "mamba_n_heads": recipe.mamba_heads,
+        "mamba_d_head": recipe.mamba_head_size,
+        "mamba_d_state": recipe.state,
+        "mamba_d_conv": recipe.convolved,
+        "mamba_n_groups": 1,
+        "mamba_expand": recipe.mamba_heads * recipe.mamba_head_size // recipe.hidden,
+        "mamba_chunk_size": 64,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": recipe.intermediate,
+        "position_embedding_type": "rope",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "attention_multiplier": recipe.head_size**-0.5,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
 def _mlp(recipe: Recipe, random: _Random, prefix: str) -> dict[str, Any]:
     return {
         f"{prefix}.mlp.gate_proj.weight": random.matrix(recipe.intermediate, recipe.hidden),
@@ -208,7 +267,7 @@ def _mlp(recipe: Recipe, random: _Random, prefix: str) -> dict[str, Any]:
     }
 
 
-def _attention(recipe: TinyGemma | TinyMistral, random: _Random, prefix: str) -> dict[str, Any]:
+def _attention(recipe: TinyGemma | TinyMistral | TinyGranite, random: _Random, prefix: str) -> dict[str, Any]:
     query, key = recipe.heads * recipe.head_size, recipe.kv_heads * recipe.head_size
     return {
         f"{prefix}.self_attn.q_proj.weight": random.matrix(query, recipe.hidden, 1.5),
@@ -268,4 +327,34 @@ def _deepseek_weights(recipe: TinyDeepseek, random: _Random) -> dict[str, Any]:
             f"{prefix}.self_attn.o_proj.weight": random.matrix(recipe.hidden, recipe.heads * recipe.head_size, 2.0),
         }
         weights |= _mlp(recipe, random, prefix) | _norms(recipe, random, prefix, 1.0)
+    return weights
+
+
+def _granite_weights(recipe: TinyGranite, random: _Random) -> dict[str, Any]:
+    weights = _ends(recipe, random)
+    inner = recipe.mamba_heads * recipe.mamba_head_size
+    convolved = inner + 2 * recipe.state
+    for layer, kind in enumerate(recipe.kinds):
+        prefix = f"model.layers.{layer}"
+        weights |= _norms(recipe, random, prefix, 1.0)
+        weights |= {
+            f"{prefix}.shared_mlp.input_linear.weight": random.matrix(2 * recipe.intermediate, recipe.hidden),
+            f"{prefix}.shared_mlp.output_linear.weight": random.matrix(recipe.hidden, recipe.intermediate),
+        }
+        if kind == "full_attention":
+            weights |= _attention(recipe, random, prefix)
+            continue
+        weights |= {
+            f"{prefix}.mamba.{name}": weight
+            for name, weight in {
+                "in_proj.weight": random.matrix(inner + convolved + recipe.mamba_heads, recipe.hidden, 1.5),
+                "conv1d.weight": random.matrix(convolved, recipe.convolved).unsqueeze(1),
+                "conv1d.bias": random.full(convolved, 0.0),
+                "A_log": random.full(recipe.mamba_heads, 0.0),
+                "D": random.full(recipe.mamba_heads, 1.0),
+                "dt_bias": random.full(recipe.mamba_heads, 1.0),
+                "norm.weight": random.full(inner, 1.0),
+                "out_proj.weight": random.matrix(recipe.hidden, inner, 2.0),
+            }.items()
+        }
     return weights
