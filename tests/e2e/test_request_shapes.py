@@ -44,7 +44,11 @@ pytestmark = pytest.mark.matrix
 
 CHUNK, BLOCK = 64, 32
 GUESSING = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
-CHANGEABLE = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+CHANGEABLE = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "VLLM_LOGGING_LEVEL": "DEBUG",
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,9 @@ def test_the_next_turn_takes_what_was_generated_from_the_pool(pair: Pair) -> Non
         prompt = [*prompt, *answer.token_ids, *tokens(20, "turns", turn)]
         said = known + len(answer.token_ids) - 1
         assert_nothing_held(stack)  # what D generated is sealed
+    lines = [line for line in stack.log("D0").splitlines() if f"Proof(handover='{answer.handover}'" in line]
+    assert len(lines) == 1, "DEBUG logs tell of each proof once"
+    assert f"earlier_tokens={told['earlier_tokens']}" in lines[0]
     guessed = Counters(stack.decode_urls[0])
     assert guessed.total("vllm:spec_decode_num_accepted_tokens_total") > 0, "nothing was guessed rightly"
 
