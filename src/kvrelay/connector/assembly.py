@@ -209,8 +209,8 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
     sides = {name: make(part) for name, part in parts.items()}
     side = SeveralSchedulers(sides) if config.pools else sides[""]
     calls = EngineCalls(side.sides, adapters)
-    compat.watch_engine(vllm_config, calls)
     side.start()
+    compat.watch_engine(vllm_config, calls)
     log.info("kvrelay: engine %s, %s, namespace %s", config.engine, engine.role, side.sides[0].namespace[:16])
     return side
 

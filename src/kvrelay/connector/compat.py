@@ -232,7 +232,7 @@ def watch_engine(config: VllmConfig, calls: EngineCalls) -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     add_lora, collective_rpc, sleep = EngineCore.add_lora, EngineCore.collective_rpc, EngineCore.sleep
-    reset_caches, reset_prefix_cache = EngineCore._reset_caches, EngineCore.reset_prefix_cache
+    reset_caches, reset_prefix_cache = getattr(EngineCore, "_reset_caches", None), EngineCore.reset_prefix_cache
 
     # vLLM decodes what it is called with after the annotations of the method it finds: they must stay the original's.
     @functools.wraps(add_lora)
@@ -253,11 +253,6 @@ def watch_engine(config: VllmConfig, calls: EngineCalls) -> None:
             calls.weights_replaced(f"sleep of level {level}")
         return sleep(self, level, *args, **more)
 
-    @functools.wraps(reset_caches)
-    def dropping(self: EngineCore, *args: Any, **more: Any) -> None:
-        with calls.dropping(weights_stay=isinstance(self, EngineCoreProc)):
-            reset_caches(self, *args, **more)
-
     @functools.wraps(reset_prefix_cache)
     def resetting(self: EngineCore, *args: Any, **more: Any) -> bool:
         done = bool(reset_prefix_cache(self, *args, **more))
@@ -266,7 +261,17 @@ def watch_engine(config: VllmConfig, calls: EngineCalls) -> None:
         return done
 
     EngineCore.add_lora, EngineCore.collective_rpc, EngineCore.sleep = adding, having_done, sleeping
-    EngineCore._reset_caches, EngineCore.reset_prefix_cache = dropping, resetting
+    EngineCore.reset_prefix_cache = resetting
+    if reset_caches is None:
+        log.warning("kvrelay: this vLLM drops its caches in a way of its own: a pause or sleep ends all exchange of KV")
+        return
+
+    @functools.wraps(reset_caches)
+    def dropping(self: EngineCore, *args: Any, **more: Any) -> None:
+        with calls.dropping(weights_stay=isinstance(self, EngineCoreProc)):
+            reset_caches(self, *args, **more)
+
+    EngineCore._reset_caches = dropping
 
 
 def skip_reason(request: Request) -> Reason:

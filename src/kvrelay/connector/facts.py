@@ -82,7 +82,10 @@ def refusals(config: VllmConfig, cache: KVCacheConfig, *, allow_untested_device:
         getattr(config, "diffusion_config", None) is not None,
         "models that write by diffusion are not supported: their KV changes after it was first computed",
     )
-    return found + (group_refusals(config, cache) or speculation.refusals(config, layer_numbers(config, cache)))
+    found += (refused := group_refusals(config, cache))
+    if not refused and config.speculative_config is not None:
+        found += speculation.refusals(config, layer_numbers(config, cache))
+    return found
 
 
 def read_model(config: VllmConfig, cache: KVCacheConfig) -> ModelFacts:
@@ -94,7 +97,6 @@ def read_model(config: VllmConfig, cache: KVCacheConfig) -> ModelFacts:
 def _facts(config: VllmConfig, groups: ModelGroups) -> dict[str, str]:
     model, geometry = config.model_config, groups.geometry
     hf = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in VOLATILE}
-    rope = {key: value for key, value in hf.items() if key.startswith("rope") or key.endswith("rotary_factor")}
     facts = {
         "format": FORMAT,
         "packing": PACKING,
@@ -107,7 +109,7 @@ def _facts(config: VllmConfig, groups: ModelGroups) -> dict[str, str]:
         "kv_dtype": groups.dtype,
         "quantization": str(model.quantization),
         "quantization_config": _canonical(model.quantization_config),
-        "rope": _canonical(rope),
+        "rope": _rope(hf),
         "model_config": sha256(_canonical(hf).encode()).hexdigest(),
     }
     if model.is_multimodal_model:
@@ -115,12 +117,20 @@ def _facts(config: VllmConfig, groups: ModelGroups) -> dict[str, str]:
     elif model.hf_config is not model.hf_text_config:  # what is said outside the language model's part, too
         facts["whole_config"] = sha256(_canonical(_whole(config)).encode()).hexdigest()
     facts |= {name: _canonical(value) for name, value in compat.code_of(config).items() if value}
+    ropes = facts["rope"]
     if (draft := speculation.drafter(config)) is not None:
+        ropes += _rope(draft.hf_text_config.to_dict())
         facts["speculation"] = config.speculative_config.method
         facts["drafter"] = sha256(_canonical(speculation.identity(draft, config)).encode()).hexdigest()
-    if any(kind in facts["rope"] for kind in ROPE_BY_LENGTH):
+    if any(kind in ropes for kind in ROPE_BY_LENGTH):
         facts["max_model_len"] = str(model.max_model_len)
     return facts
+
+
+def _rope(config: dict[str, Any]) -> str:
+    """What a model's configuration says of its position encoding."""
+    told = {key: value for key, value in config.items() if key.startswith("rope") or key.endswith("rotary_factor")}
+    return _canonical(told)
 
 
 def _each(values: Iterable[int]) -> str:

@@ -149,7 +149,10 @@ def _spec_refusals(config: VllmConfig, spec: Any) -> Iterator[str]:
     if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None) is not None:
         yield "compressed MLA is not supported yet: use a model of DeepSeek's V2 or V3 architecture"
     if getattr(spec, "extra_retained_tokens", 0):
-        yield "speculative decoding that keeps tokens beyond the window is not supported yet: use method ngram, or none"
+        yield (
+            "speculative decoding that keeps tokens beyond the window is not supported yet: use a method without KV of "
+            "its own"
+        )
     wanted = 0 if KINDS[name] == LATENT else spec.head_size
     if getattr(spec, "head_size_v", wanted) != wanted:
         yield "K and V of different head sizes are not supported"

@@ -114,6 +114,7 @@ class Lookups:
 
     def answer(self, request_id: str) -> Found | Reason | None:
         """What was found, or why nothing will be; None: not yet. Waits as long as this step's patience lasts."""
+        self._heed_probe()
         lookup = self._lookups[request_id]
         found: Found | Reason | None = None
         while found is None:
@@ -124,7 +125,13 @@ class Lookups:
                 return None
             found = answer if isinstance(answer, Reason) else self._take(lookup, answer)
             if isinstance(found, Found) and self._lay_unread(lookup):
-                self._repeat(lookup, found)
+                if found.lease:
+                    self._outbox.tell(m.Release(0, found.lease))
+                if self._overdue or self._circuit.state is not State.CLOSED:
+                    del self._lookups[request_id]
+                    self._counters.add("lookups_skipped")
+                    return Reason.TIMEOUT
+                self._repeat(lookup)
                 found = None
         if self._lookups.pop(request_id, None) is not None:
             self._learn(lookup, found)
@@ -140,10 +147,8 @@ class Lookups:
     def _lay_unread(self, lookup: Lookup) -> bool:
         return not lookup.repeated and self._clock() - lookup.began > max(self._lease_s / 4, self._timeout_s)
 
-    def _repeat(self, lookup: Lookup, found: Found) -> None:
+    def _repeat(self, lookup: Lookup) -> None:
         """Ask once more: who knows what is left of what was found."""
-        if found.lease:
-            self._outbox.tell(m.Release(0, found.lease))
         lookup.search.restart()
         lookup.repeated = True
         lookup.began = self._clock()
@@ -163,9 +168,15 @@ class Lookups:
             self._circuit.forgotten()
         else:
             self._circuit.failed(lookup.began)
-            self._overdue.append(lookup.call)
+            self._is_late(lookup.call)
         self._probe = None
         self._tell(was)
+
+    def _is_late(self, call: PendingCall) -> None:
+        if call not in self._overdue:
+            self._overdue.append(call)
+            self._counters.add("lookups_timed_out")
+            log.debug("kvrelay: the pool did not answer a lookup within %g s", self._timeout_s)
 
     def _learn(self, lookup: Lookup, answer: Found | Reason) -> None:
         """What an ended lookup says of the pool: any answer, a refusal too, says that it answers."""
@@ -201,10 +212,8 @@ class Lookups:
         except DeadlineError:
             if self._clock() < lookup.until:
                 return None
-            self._counters.add("lookups_timed_out")
-            log.debug("kvrelay: the pool did not answer a lookup within %g s", self._timeout_s)
             self._forget(call)
-            self._overdue.append(call)
+            self._is_late(call)
             return Reason.TIMEOUT
         except PoolUnavailableError as error:
             self._link.drop(error)

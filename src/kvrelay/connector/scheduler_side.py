@@ -30,7 +30,7 @@ from kvrelay.wire import limits
 from kvrelay.wire import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvrelay.client.blocking import PoolClient
     from kvrelay.connector.adapters import Adapter, Adapters
@@ -396,6 +396,7 @@ class SchedulerSide:
         self._end_doubts(scheduled)
         self._stop_adapters()
         saves: list[SaveOrder] = []
+        unsure = self._unsure(scheduled)
         for request_id, computed, count in scheduled:
             entry = self._ledger.entry(request_id)
             if entry is None:
@@ -403,8 +404,9 @@ class SchedulerSide:
             self._ledger.runs(entry)
             if not entry.scheduled and not self._ledger.loads_now(entry):
                 self._first_scheduled(entry, computed)
-            if computed > self._given.get(request_id, computed):
-                continue  # another connector loads in this step: whether that works is known in the next
+            if request_id in unsure:
+                entry.put_off = True
+                continue
             if self._ledger.has_unsaved(entry, computed + count):
                 order = self._ledger.order_save(entry, computed + count, block_ids(request_id))
                 saves.append(self.holds.hold(order))
@@ -417,6 +419,14 @@ class SchedulerSide:
         orders = self._ledger.take_orders(saves, lost)
         stages, unstaged = self._promises.take_stages(), self._promises.take_unstaged()
         return replace(orders, stages=stages, unstaged=unstaged) if stages or unstaged else orders
+
+    def _unsure(self, scheduled: Iterable[tuple[str, int, int]]) -> Collection[str]:
+        """New requests of a step in which another connector loads: whether that works is known after it.
+
+        All of them: others may have found what is loaded in the engine's prefix cache already.
+        """
+        foreign = any(computed > self._given.get(request_id, computed) for request_id, computed, _ in scheduled)
+        return self._given if foreign else ()
 
     def update(self, report: RankReport | None, sent: Iterable[str], received: Iterable[str]) -> None:
         """What the workers report: progress, saves done, loads ended (by every rank)."""

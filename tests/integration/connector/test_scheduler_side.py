@@ -298,6 +298,27 @@ def test_what_was_found_long_before_the_engine_had_room_is_asked_for_again(
     assert client.stat()["leases"] == 0
 
 
+def test_what_lay_unread_is_not_asked_for_again_while_the_pool_is_slow(
+    pool: PoolThread, client: PoolClient, make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A lookup is answered. 2. Another's is late. 3. The engine has room for the first's request."""
+    side = make_side(pool.unix, lookup_timeout_s=1.0)
+    store(client, side)
+    now = [100.0]
+    monkeypatch.setattr(side._lookups, "_clock", lambda: now[0])
+    side.new("waits")
+    settled(side.asked("waits").poll)
+    now[0] += 3600.0
+    with hung(pool):
+        side.new("late", tokens=[7] * 100)
+        assert side.num_matched("late", 0) == (None, False)
+        now[0] += 1.0
+        assert side.num_matched("late", 0) == (0, False)
+        assert side.num_matched("waits", 0) == (0, False)
+    assert side.reason("waits") is Reason.TIMEOUT
+    settled(lambda: client.stat()["leases"] == 0)
+
+
 def test_a_prompt_that_has_no_keys_is_left_to_the_engine(pool: PoolThread, make_side: Callable[..., Side]) -> None:
     side = make_side(pool.unix)
     for name, tokens, salt in (("negative", [1, -1], None), ("surrogate", [1, 2], "\ud800")):
@@ -375,6 +396,40 @@ def test_what_another_connector_loads_in_the_step_is_saved_when_it_is_known_to_b
     assert side.step([("r", 0, 40)], (), lambda _: TABLE).saves == ()
     (save,) = side.step([("r", 40, 60)], (), lambda _: TABLE).saves
     assert [(c.start, c.end) for c in save.chunks] == [(0, 64), (64, 100)]
+
+
+@pytest.mark.parametrize("worked", [True, False])
+def test_what_was_computed_from_another_connectors_load_is_saved_at_the_requests_end(
+    pool: PoolThread, make_side: Callable[..., Side], worked: bool
+) -> None:
+    """1. Another claims 64 tokens; the step computes the rest of two prompts. 2. Both end with their first token."""
+    side = make_side(pool.unix)
+    tokens = list(PROMPT)
+    for name in ("loads", "shares"):
+        side.new(name, tokens)
+        side.ask(name, 0 if name == "loads" else 64)
+        side.allocated(name, TABLE, 0)
+    assert side.step([("loads", 64, 36), ("shares", 64, 36)], (), lambda _: TABLE).saves == ()
+    tokens.append(7)
+    computed = 100 if worked else 40  # the engine says how far it got, after what failed
+    assert side.finished("loads", computed, TABLE) is worked
+    assert side.finished("shares", 100, TABLE) is True
+    late = side.step((), (), lambda _: TABLE).saves
+    assert [save.request_id for save in late] == (["loads", "shares"] if worked else ["shares"])
+    assert all([(c.start, c.end) for c in save.chunks] == [(0, 64), (64, 100)] for save in late)
+    assert all(save.complete for save in late)
+    ended = {save.request_id: save.number and 1 for save in late}
+    side.update(RankReport(saves_ended=ended, loads={}), set(ended), ())
+
+
+def test_an_abort_while_another_connector_loads_saves_nothing(pool: PoolThread, make_side: Callable[..., Side]) -> None:
+    side = make_side(pool.unix)
+    side.new()
+    side.ask("r")
+    side.allocated("r", TABLE, 0)
+    side.step([("r", 64, 36)], (), lambda _: TABLE)
+    assert side.finished("r", 100, TABLE) is False
+    assert side.step((), (), lambda _: TABLE).saves == ()
 
 
 def test_a_prompt_that_is_not_token_ids_alone_is_left_alone(pool: PoolThread, make_side: Callable[..., Side]) -> None:

@@ -346,6 +346,7 @@ class Ledger:
         to hold do not, unless a ticket is to protect them.
         """
         chunks: list[Chunk] = []
+        entry.put_off = False
         prompt = entry.next_chunk < len(entry.chunks)
         while entry.next_end <= entry.certain(computed):
             chunks.append(entry.next())
@@ -401,7 +402,10 @@ class Ledger:
         if self._is_unsure(entry) and self._completes(entry, computed):
             entry.held, entry.rest = True, (computed, block_ids)
             return Finish(hold=True)
-        if entry.growth is not None and entry.next_chunk >= len(entry.chunks):
+        if entry.growth is not None and (
+            entry.next_chunk >= len(entry.chunks)
+            or (entry.put_off and entry.growth.known_tokens > entry.prompt_tokens)  # so that step is over
+        ):
             self._save_late(entry, computed, block_ids)
         if entry.orders_ended < entry.orders * self._ranks:
             entry.held = True

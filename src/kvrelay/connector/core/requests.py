@@ -155,6 +155,8 @@ class Entry(Struct, kw_only=True):
     """By all ranks together."""
     held: bool = False
     """Finished, and the engine keeps its blocks for our saves."""
+    put_off: bool = False
+    """What its last step completed was not ordered saved: what it came from may have failed to be loaded."""
     doubted: bool = False
     """It is being looked at whether its name still holds: nothing of it is saved until that is known."""
     rest: tuple[int, Sequence[Sequence[int]]] | None = None
