@@ -15,6 +15,7 @@ TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 ADDRESS, STATE, INODE = 1, 3, 9
 """Columns of a table."""
 LISTENING = "0A"
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 _SOCKET = "socket:["
 """How the target of ``/proc/PID/fd/N`` begins: ``socket:[17]``, the inode between the brackets."""
 
@@ -22,10 +23,12 @@ _SOCKET = "socket:["
 def listening(address: str, port: int) -> set[int] | None:
     """Inodes of the sockets that connections to ``address`` (numeric) and ``port`` come to: there or on all addresses.
 
-    None where the kernel does not tell.
+    A socket on ``::`` has those to an IPv4 address where no IPv4 socket is: the kernel does not tell of IPV6_V6ONLY.
+    None where the kernel does not tell at all.
     """
-    asked = ipaddress.ip_address(address.partition("%")[0])
+    asked = _plain(ipaddress.ip_address(address.partition("%")[0]))
     found: set[int] = set()
+    of_both_families: set[int] = set()
     told = False
     for table in TABLES:
         with contextlib.suppress(OSError):
@@ -35,8 +38,11 @@ def listening(address: str, port: int) -> set[int] | None:
                 host, _, hex_port = columns[ADDRESS].partition(":")
                 if columns[STATE] == LISTENING and int(hex_port, 16) == port:
                     local = _address(host)
-                    if local == asked or local.is_unspecified:
+                    if local == asked or (local.is_unspecified and local.version == asked.version):
                         found.add(int(columns[INODE]))
+                    elif local.is_unspecified and asked.version == 4:
+                        of_both_families.add(int(columns[INODE]))
+    found = found or of_both_families
     return found if told and 0 not in found else None
 
 
@@ -53,8 +59,12 @@ def open_sockets(pids: Iterable[int]) -> set[int]:
     return found
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _address(text: str) -> _Ip:
     """From 32-bit words in hexadecimal, each as this machine orders its bytes."""
     words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-    found = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
-    return (found.version == 6 and found.ipv4_mapped) or found
+    return _plain(ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)))
+
+
+def _plain(address: _Ip) -> _Ip:
+    """An IPv4 address that is written as an IPv6 one, as the former."""
+    return (address.version == 6 and address.ipv4_mapped) or address
