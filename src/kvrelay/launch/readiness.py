@@ -70,8 +70,10 @@ async def _answering_at(readiness: Readiness) -> str | None:
             try:
                 if reader is None:
                     return ""
-                address: str = writer.get_extra_info("peername")[0]
-                return address if await _get(reader, writer, readiness) == b"200" else None
+                peer: tuple[str, int] | None = writer.get_extra_info("peername")
+                if peer is None:  # it ended right after it accepted
+                    return None
+                return peer[0] if await _get(reader, writer, readiness) == b"200" else None
             finally:
                 writer.close()
                 await writer.wait_closed()
