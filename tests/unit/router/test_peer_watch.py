@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvrelay.router.http.watch import Sent, Watch
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+
+from kvrelay.router.http.watch import Sent, Watch, sent_by
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STEP_S = 5.0
 
@@ -42,3 +51,18 @@ def test_what_is_sent_after_a_long_quiet_does_not_make_its_peer_silent_at_once()
 def test_a_peer_of_whom_acknowledgements_come_that_take_nothing_further_is_not_silent() -> None:
     watch = watched(*(Sent(1, 0.5, 10, 0) for _ in range(9)))
     assert (watch.silent_s, watch.stuck_s) == (0.5, 40)
+
+
+@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_of_a_closed_connection_nothing_is_told(new_event_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def look() -> None:
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            sock = writer.get_extra_info("socket")
+            writer.close()
+            await writer.wait_closed()
+            assert sock.fileno() == -1
+            assert sent_by(sock) is None
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(look())

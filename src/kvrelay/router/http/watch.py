@@ -44,7 +44,7 @@ def sent_by(sock: socket.socket) -> Sent | None:
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         unacked, last_ack_ms, acked_bytes, unsent_bytes = _TCP_INFO.unpack(info)
-    except (OSError, AttributeError, struct.error):  # closed, not Linux, or before 4.6
+    except (OSError, ValueError, AttributeError, struct.error):  # closed (ValueError: uvloop's), not Linux, before 4.6
         return None
     return Sent(unacked, last_ack_ms / 1000, acked_bytes, unsent_bytes)
 
