@@ -144,6 +144,23 @@ def test_what_the_router_would_miss_when_it_starts_is_told_before_any_engine_is_
         assert any(line.startswith(problem) for line in lines), (problem, lines)
 
 
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("8001", "--router-admin-listen: address '8001' is not HOST:PORT with a port from 0 to 65535"),
+        ("0.0.0.0:0", "--router-admin-listen 0.0.0.0:0 can be reached from other hosts, and the admin API asks for no"),
+    ],
+)
+def test_an_admin_api_that_cannot_be_is_told_with_all_else_before_anything_is_started(
+    model: Path, busy_port: int, address: str, problem: str
+) -> None:
+    pool = f"--pool-args=--admin-listen {address}"
+    lines = refusals("up", model, "--port", busy_port, "--router-admin-listen", address, pool)
+    assert any(line.startswith(f"router: {problem}") for line in lines), lines
+    assert any(line.startswith(f"pool: admin.listen = '{address}'") for line in lines), lines
+    assert any("is in use" in line for line in lines), lines
+
+
 def test_arguments_that_the_router_or_the_pool_does_not_know_are_told_before_any_engine_is_started(
     model: Path,
 ) -> None:
