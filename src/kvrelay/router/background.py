@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 AGAIN_S = 1.0
 
 
-async def lasting(work: Callable[[], Awaitable[None]], what: str) -> None:
+async def keep_running(work: Callable[[], Awaitable[None]], what: str) -> None:
     """Do ``work`` until it ends by itself. ``what`` it is, for the log."""
     while True:
         try:

@@ -112,21 +112,21 @@ class Decoding:
     def _leg(self, engine: Engine) -> Coroutine[Any, Any, str | PendingError | Refusal | Lost]:
         """One decode leg."""
         handover = self._handover
-        ticket, desk = handover.ticket, handover.router.desk
+        ticket, tickets = handover.ticket, handover.router.tickets
         self._attempt += 1
         handover.record.begin_leg()
         if ticket is not None:
             ticket.begin_attempt(self._attempt)
-        if ticket is None or desk is None or not handover.listens:
+        if ticket is None or tickets is None or not handover.listens:
             return self._ask(engine)
-        return self._watched(engine, ticket, desk)
+        return self._watched(engine, ticket, tickets)
 
     async def _watched(
-        self, engine: Engine, ticket: Ticket, desk: TicketManager
+        self, engine: Engine, ticket: Ticket, tickets: TicketManager
     ) -> str | PendingError | Refusal | Lost:
         """One that is broken off when its engine tells that it cannot have the KV, while nothing was sent."""
         handover = self._handover
-        desk.watch(ticket)
+        tickets.watch(ticket)
         leg = asyncio.create_task(self._ask(engine))
         try:
             both: set[asyncio.Future[Any]] = {leg, ticket.lost}
@@ -247,9 +247,9 @@ class Decoding:
         self._prefilling.stop_soon()
         if call.status < 400:
             handover.answered_by(engine.name)
-            desk = handover.router.desk
-            if handover.ticket is not None and desk is not None:
-                desk.settle(handover.ticket)
+            tickets = handover.router.tickets
+            if handover.ticket is not None and tickets is not None:
+                tickets.settle(handover.ticket)
 
     def _on_lost(self, engine: Engine, lost: Lost) -> Action:
         handover = self._handover

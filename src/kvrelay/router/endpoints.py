@@ -35,7 +35,7 @@ class RouterEndpoints:
     def __init__(
         self,
         engines: Engines,
-        desk: TicketManager | None,
+        tickets: TicketManager | None,
         book: RecordBook,
         metrics: RouterMetrics,
         compatibility: KvCompatibility,
@@ -52,7 +52,7 @@ class RouterEndpoints:
         self._worker_sync = worker_sync
         self._able = frozenset(Role) if colocated_fallback else frozenset({Role.DECODE})
         self._engines = engines
-        self._desk = desk
+        self._tickets = tickets
         self._book = book
         self._metrics = metrics
         self._compatibility = compatibility
@@ -83,7 +83,7 @@ class RouterEndpoints:
         states = await asyncio.gather(*(self._state(engine) for engine in self._engines.all))
         able = any(state["role"] in self._able and state["healthy"] and not state["draining"] for state in states)
         whole = all(state["healthy"] for state in states)
-        pool = "unused" if self._desk is None else "up" if self._desk.link.up else "away"
+        pool = "unused" if self._tickets is None else "up" if self._tickets.link.up else "away"
         status = "draining" if self.draining else ("ok" if whole else "degraded") if able else "unavailable"
         view = {
             "status": status,
@@ -119,8 +119,8 @@ class RouterEndpoints:
         return "ok"
 
     async def _view(self, record: Record) -> bytes:
-        if self._desk is not None:
-            await self._desk.settled(record.life.name)
+        if self._tickets is not None:
+            await self._tickets.settled(record.life.name)
         return msgspec.json.encode(record.view())
 
     async def _answer(self, request: PeerRequest) -> bytes:

@@ -46,23 +46,8 @@ class Handover:
     """One request."""
 
     __slots__ = (
-        "_held",
-        "_without_pool",
-        "body",
-        "carried",
-        "described",
-        "early",
-        "in_pool",
-        "options",
-        "outgoing",
-        "prompt",
-        "record",
-        "recovery",
-        "reply",
-        "request",
-        "router",
-        "strangers",
-        "ticket",
+        "_held", "_without_pool", "body", "carried", "described", "early", "in_pool", "options", "outgoing", "prompt",
+        "record", "recovery", "reply", "request", "router", "strangers", "ticket",
     )  # fmt: skip
 
     def __init__(
@@ -105,10 +90,10 @@ class Handover:
         """Answer. The outcome, for the metrics."""
         life, router = self.record.life, self.router
         try:
-            if router.desk is not None:
-                self.ticket = await router.desk.open(self.record, self.body.num_engine_requests)
+            if router.tickets is not None:
+                self.ticket = await router.tickets.open(self.record, self.body.num_engine_requests)
                 if self.ticket is None:
-                    self._goes_without_ticket(router.desk)
+                    self._goes_without_ticket(router.tickets)
             return await self._go()
         except asyncio.CancelledError:
             if life.state is State.DONE and self.reply.gone:  # a client that left with the last event
@@ -136,7 +121,7 @@ class Handover:
         if self.router.routing.pool_index is not None:
             await self._ask_pool(self.router.routing.pool_index)
         bypass = self._bypass
-        if not bypass and self.router.desk is not None and (orphans := self.router.desk.orphans):
+        if not bypass and self.router.tickets is not None and (orphans := self.router.tickets.orphans):
             self._pass_over(orphans)
         if (refused := self._refused(bypass)) is not None:
             self.step(Event.FAILED)
@@ -212,9 +197,9 @@ class Handover:
             self._without_pool = True
             self.detour("pool_away")
 
-    def _goes_without_ticket(self, desk: TicketManager) -> None:
+    def _goes_without_ticket(self, tickets: TicketManager) -> None:
         """What that means: KV may be handed over unprotected through a pool that is slow, through none not at all."""
-        self._without_pool = not (desk.link.up or self.router.profile.hands_over_without_pool)
+        self._without_pool = not (tickets.link.up or self.router.profile.hands_over_without_pool)
         self.detour("pool_away" if self._without_pool else "no_ticket")
 
     def _goes_alone(self) -> bool:
@@ -247,17 +232,17 @@ class Handover:
         return self.recovery.away() if self.ticket is None or self._without_pool else None
 
     def _leave_ticket(self) -> None:
-        ticket, desk = self.ticket, self.router.desk
-        if ticket is None or desk is None:
+        ticket, tickets = self.ticket, self.router.tickets
+        if ticket is None or tickets is None:
             return
         ticket.answer_ended = True
         if ticket.settling is None or not ticket.answer_begun or self.record.life.state is not State.DONE:
-            desk.end(ticket)
+            tickets.end(ticket)
 
     def drop_ticket(self) -> None:
         """Nothing will be handed over any more."""
-        if self.ticket is not None and self.router.desk is not None:
-            self.router.desk.end(self.ticket)
+        if self.ticket is not None and self.router.tickets is not None:
+            self.router.tickets.end(self.ticket)
         self.ticket = None
 
     # --- for the legs ---

@@ -33,13 +33,13 @@ class Observer:
     """One for a router. Costs little where nothing but metrics is asked for."""
 
     def __init__(
-        self, settings: Observing, metrics: RouterMetrics, desk: TicketManager | None, now: Callable[[], float]
+        self, settings: Observing, metrics: RouterMetrics, tickets: TicketManager | None, now: Callable[[], float]
     ) -> None:
         """``now``: Unix time, as in the hand-overs' records."""
         self._settings = settings
         self._naming = settings.headers.naming
         self._metrics = metrics
-        self._desk = desk
+        self._tickets = tickets
         self._offset = now() - time.perf_counter()
         self._log: AccessLog | None = None
         self._tracer: Tracer | None = None
@@ -115,8 +115,8 @@ class Observer:
         if log is None and not traced:
             return
         settling = None
-        if self._desk is not None and seen.record is not None:
-            settling = self._desk.settling(seen.record.life.name)
+        if self._tickets is not None and seen.record is not None:
+            settling = self._tickets.settling(seen.record.life.name)
         if settling is None:
             self._tell(facts)
         else:

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.errors import KvRelayError, PoolUnavailableError
-from kvrelay.router.background import lasting
+from kvrelay.router.background import keep_running
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -107,7 +107,7 @@ class PoolLink:
             self._arrived(await self._connect())
         except PoolUnavailableError as error:
             logger.warning("the pool is away (%s): requests go on without tickets and proofs until it is back", error)
-        self._keeper = asyncio.create_task(lasting(self._keep, "the care for the connection to the pool"))
+        self._keeper = asyncio.create_task(keep_running(self._keep, "the care for the connection to the pool"))
 
     async def close(self) -> None:
         """Disconnect, and look no more."""

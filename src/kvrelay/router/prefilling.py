@@ -105,12 +105,12 @@ class Prefilling:
 
     async def _run_and_tell(self) -> None:
         """The prefill legs; then tell the decode side that no more will come."""
-        ticket, desk = self._handover.ticket, self._handover.router.desk
+        ticket, tickets = self._handover.ticket, self._handover.router.tickets
         try:
             await self.run()
         finally:
-            if ticket is not None and desk is not None:
-                desk.seal(ticket)
+            if ticket is not None and tickets is not None:
+                tickets.seal(ticket)
 
     # --- one leg ---
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import KvRelayError
-from kvrelay.router.background import lasting
+from kvrelay.router.background import keep_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,7 +45,7 @@ class Prober:
         for engine in [engine for engine in self._tasks if changed or engine not in wanted]:
             self._tasks.pop(engine).cancel()
         for engine in wanted - self._tasks.keys():
-            look = lasting(partial(self._look_at, engine), f"the probes of {engine.name}")
+            look = keep_running(partial(self._look_at, engine), f"the probes of {engine.name}")
             self._tasks[engine] = asyncio.create_task(look)
 
     async def close(self) -> None:

@@ -20,9 +20,9 @@ async def proof_header(handover: Handover, call: Call) -> Headers:
     router = handover.router
     proves = handover.recovery.proves
     shown = handover.options.proof and not is_events(call.headers)
-    ticket, desk = handover.ticket, router.desk
-    if ticket is not None and desk is not None and (shown or proves):
-        desk.settle(ticket)
+    ticket, tickets = handover.ticket, router.tickets
+    if ticket is not None and tickets is not None and (shown or proves):
+        tickets.settle(ticket)
         deadline = router.now() + router.timeouts.decode_s
         waiting = True
         while waiting and not ticket.proven.done():

@@ -64,7 +64,7 @@ class Disaggregator:
         engines: Engines,
         catalogue: Catalogue,
         profile: Profile,
-        desk: TicketManager | None,
+        tickets: TicketManager | None,
         book: RecordBook,
         metrics: RouterMetrics,
         timeouts: Timeouts,
@@ -86,7 +86,7 @@ class Disaggregator:
         self.engines = engines
         self.catalogue = catalogue
         self.profile = profile
-        self.desk = desk
+        self.tickets = tickets
         self.book = book
         self.metrics = metrics
         self.timeouts = timeouts
@@ -94,7 +94,7 @@ class Disaggregator:
 
     @property
     def _told(self) -> bool:
-        return self.desk is not None and self.profile.tells_of_losses
+        return self.tickets is not None and self.profile.tells_of_losses
 
     async def handle(self, request: Request, reply: Reply, handover: str) -> str:
         """Answer. The outcome, for the metrics."""

@@ -101,10 +101,10 @@ class RouterService:
         self.worker_sync = WorkerSync(peers, self._state, self._adopt, self._statuses, saved)
         self.fleet = FleetManager(membership, engines, self._fleet_changed, self.worker_sync.left)
         self._engine_names = {engine.name for engine in engines.all}
-        self._desk = None
+        self._tickets = None
         compatibility = KvCompatibility(self._engine_names, metrics)
         if connect_pool is not None:
-            self._desk = TicketManager(
+            self._tickets = TicketManager(
                 connect_pool,
                 deadline_s=config.handover_timeout_s,
                 patience_s=config.ticket_timeout_s,
@@ -118,16 +118,16 @@ class RouterService:
         def now() -> float:
             return time.monotonic() + offset
 
-        self._observer = Observer(config.observing, metrics, self._desk, now)
+        self._observer = Observer(config.observing, metrics, self._tickets, now)
         self._finder = finder = make_finder(config.kv, policies.values(), engines, metrics.kv)
         pool_index = None
-        if config.kv.pool_index and self._desk is not None:
-            pool_index = PoolIndex(self._desk.link, compatibility, engines)
+        if config.kv.pool_index and self._tickets is not None:
+            pool_index = PoolIndex(self._tickets.link, compatibility, engines)
         self._disaggregator = Disaggregator(
             engines,
             self._catalogue,
             PROFILES[config.connector],
-            self._desk,
+            self._tickets,
             book,
             metrics,
             _timeouts(config),
@@ -140,11 +140,11 @@ class RouterService:
         )
         self._passthrough = Passthrough(engines, self._catalogue, silence_s=config.decode_timeout_s)
         self._endpoints = RouterEndpoints(
-            engines, self._desk, book, metrics, compatibility, colocated_fallback=config.routing.colocated_fallback,
+            engines, self._tickets, book, metrics, compatibility, colocated_fallback=config.routing.colocated_fallback,
             peers=peers, worker_sync=self.worker_sync,
         )  # fmt: skip
         self._connections = Registry()
-        self._names = RequestIds()
+        self._request_ids = RequestIds()
         self._sockets = [] if seat is None else seat.sockets
         self._servers: list[asyncio.Server] = []
         entrance = config.entrance if seat is None else config.entrance.share(seat.number, seat.count)
@@ -181,8 +181,8 @@ class RouterService:
                 await self._listen(loop)
             except OSError as error:
                 raise ConfigError(listening_problem(host, port, error)) from None
-            if self._desk is not None:
-                await self._desk.start()
+            if self._tickets is not None:
+                await self._tickets.start()
         except BaseException:
             for server in self._servers:
                 server.close()
@@ -238,8 +238,8 @@ class RouterService:
         self._config, self._resilience = config, config.resilience
         self._disaggregator.timeouts, self._disaggregator.lost_kv = _timeouts(config), _lost_kv(config)
         self._passthrough.silence_s = config.decode_timeout_s
-        if self._desk is not None:
-            self._desk.deadline_s = config.handover_timeout_s
+        if self._tickets is not None:
+            self._tickets.deadline_s = config.handover_timeout_s
         self.engines.budget.change(config.resilience.budget, self.engines.now)
         self._prober.watch(self.engines.all, config.resilience.probe_interval_s)
 
@@ -330,8 +330,8 @@ class RouterService:
             await self.kv.close()
         if self._finder is not None:
             self._finder.close()
-        if self._desk is not None:
-            await self._desk.close()
+        if self._tickets is not None:
+            await self._tickets.close()
         await self.worker_sync.close()
         await self._endpoints.close()
         self._catalogue.close()
@@ -348,7 +348,7 @@ class RouterService:
 
     async def _handle(self, request: Request, reply: Reply) -> None:
         known = route(request.method, request.path)
-        name = self._names.make()
+        name = self._request_ids.make()
         if known is Route.DISAGGREGATE:
             name = f"ho-{name}"
         self._observer.arrived(request, reply, name, traced=known in _ON_ENGINES)
@@ -374,7 +374,7 @@ class RouterService:
     def _refuse(self, refusal: Refusal, reply: Reply) -> None:
         """Answer what could not be read as a request."""
         nothing = Request(method="", target=b"", headers=[], body=b"", http_1_0=False, keep_alive=False)
-        self._observer.arrived(nothing, reply, self._names.make(), traced=False)
+        self._observer.arrived(nothing, reply, self._request_ids.make(), traced=False)
         reply.refuse(refusal)
         self._metrics.requests.labels("other", "client_error").inc()
         self._observer.over(nothing, reply, "client_error", told=True)

@@ -35,7 +35,7 @@ async def two(group: WorkerGroup, other: WorkerGroup) -> AsyncIterator[tuple[Wor
             await one.close()
 
 
-async def test_a_colleague_answers() -> None:
+async def test_the_worker_that_has_it_answers() -> None:
     group = WorkerGroup.new()
     async with two(group, group) as (first, second):
         assert await first.find("x") == await second.find("x") == b"handover of x"
