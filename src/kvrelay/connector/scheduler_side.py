@@ -182,6 +182,11 @@ class SchedulerSide:
         return (self,)
 
     @property
+    def saving(self) -> bool:
+        """Whether ranks still read blocks for saves."""
+        return self._ledger.saving
+
+    @property
     def connected(self) -> bool:
         """Whether its pool is there."""
         return self._link.client() is not None

@@ -97,6 +97,10 @@ class KvRelayConnector(SchedulerCalls, WorkerCalls, KVConnectorBase_V1, Supports
         """Whether blocks held for saves will be free in a moment."""
         return any(side.holds.worth_waiting for side in self._scheduler.sides)
 
+    def has_pending_push_work(self) -> bool:
+        """Whether saves are under way: an engine that is told to pause goes on until it has heard that they ended."""
+        return any(side.saving for side in self._scheduler.sides)
+
     # --- worker ---
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

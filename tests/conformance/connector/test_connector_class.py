@@ -143,7 +143,7 @@ def test_what_the_engine_asks_of_the_class_is_answered_on_purpose(connector_clas
     from kvrelay.testing.fake_scheduler import Settings
     from kvrelay.testing.vllm_engine import WiredScheduler, engine_config
 
-    side: Any = SimpleNamespace()
+    side: Any = SimpleNamespace(sides=[SimpleNamespace(saving=False)])
     connector = WiredScheduler(engine_config(Settings(), role=role, stages=1), side)
     assert connector.requires_kv_delivery is False
     assert connector_class.requires_piecewise_for_cudagraph({}) is True
@@ -151,6 +151,8 @@ def test_what_the_engine_asks_of_the_class_is_answered_on_purpose(connector_clas
     assert isinstance(connector, SupportsHMA)
     assert connector.get_finished_count() is None
     assert not connector.has_pending_push_work()
+    side.sides.append(SimpleNamespace(saving=True))
+    assert connector.has_pending_push_work()
     assert list(connector.take_events()) == []
 
 

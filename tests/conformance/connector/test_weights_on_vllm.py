@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import time
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ import pytest
 from kvrelay.connector.engine_calls import EngineCalls
 from kvrelay.testing.contract_moves import until_idle
 from kvrelay.testing.contract_world import ContractEngine, Shape
+from kvrelay.testing.true_models import DENSE, MIXED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvrelay.testing.pool import PoolThread
+    from kvrelay.testing.true_models import TrueModel
 
     Act = Callable[[Any], Any]
 
@@ -100,6 +103,34 @@ def test_what_leaves_the_weights_leaves_the_exchange(
     engine: ContractEngine, monkeypatch: pytest.MonkeyPatch, act: Act
 ) -> None:
     assert told(engine, core_of(engine, "EngineCoreProc", monkeypatch), act) in WHOLE
+
+
+@pytest.mark.parametrize("model", [DENSE, MIXED], ids=["dense", "windows in some layers"])
+def test_a_pause_that_keeps_requests_waits_for_what_is_being_saved(
+    pool: PoolThread, monkeypatch: pytest.MonkeyPatch, model: TrueModel
+) -> None:
+    """1. A step orders saves. 2. The engine is told to pause, and to drop its caches: no block may be held by then."""
+    from kvrelay.testing.vllm_engine import VllmEngine
+
+    engine = VllmEngine(pool.unix, "E", random.Random(7), Shape(model=model))
+    core = core_of(engine, "EngineCoreProc", monkeypatch)
+    core._idle_state_callbacks = []
+    engine.add("r", PROMPT, 8)
+    engine.step()
+    assert engine.side.saving
+    paused = core.pause_scheduler("keep")
+    assert paused is not None
+    deadline = time.monotonic() + WAIT_S
+    while core.has_work():
+        assert time.monotonic() < deadline
+        engine.step()
+    core._notify_idle_state_callbacks()
+    paused.result(0)
+    assert not any(side.saving for side in engine.side.sides)
+    core.resume_scheduler()
+    until_idle(engine)
+    engine.drain(WAIT_S)
+    engine.close()
 
 
 MAY_REPLACE: dict[str, Act] = {

@@ -95,6 +95,11 @@ class Ledger:
         """How many requests have a load under way."""
         return sum(entry.claim is not None for entry in self._entries.values())
 
+    @property
+    def saving(self) -> bool:
+        """Whether a rank has not ended all save orders it was given."""
+        return any(entry.orders_ended < entry.orders * self._ranks for entry in self._entries.values())
+
     # --- lookups ---
 
     def add(
