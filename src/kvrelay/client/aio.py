@@ -130,7 +130,7 @@ class AsyncPoolClient(AsyncLink):
         self,
         key: bytes,
         size: int,
-        pieces: Sequence[tuple[int, Memory]],
+        pieces: Iterable[tuple[int, Memory]],
         *,
         segment_bytes: int,
         group: str | None = None,

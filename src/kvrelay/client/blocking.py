@@ -132,7 +132,7 @@ class PoolClient(BlockingLink):
         self,
         key: bytes,
         size: int,
-        pieces: Sequence[tuple[int, Memory]],
+        pieces: Iterable[tuple[int, Memory]],
         *,
         segment_bytes: int,
         group: str | None = None,

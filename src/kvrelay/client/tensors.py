@@ -1,4 +1,7 @@
-"""The bytes of a caller's memory: buffers, NumPy arrays, torch tensors on the CPU. Nothing is copied or imported."""
+"""The bytes of a caller's memory: buffers, NumPy arrays, torch tensors on the CPU. Nothing is copied or imported.
+
+A view keeps the memory alive, so that callers may give what nobody else holds: each tensor of a generator, for one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ CPU tensor in the way of torch (``data_ptr``, ``element_size``, ``numel``, ``is_
 
 
 def bytes_of_tensor(memory: Memory) -> memoryview:
-    """The memory itself, as it was given; the caller keeps it alive. A view of it is only checked where it is used.
+    """The memory itself, as it was given, which lives as long as this view of it. It is only checked where it is used.
 
     Raises:
         BadRequestError: it is none of `Memory`, not contiguous, or not in this host's memory.
@@ -66,7 +69,9 @@ def _at_address(memory: Memory) -> memoryview:
         return memoryview(bytearray())
     if not address:
         raise BadRequestError(f"a {kind} of {size} bytes has no memory of its own")
-    view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+    held = (ctypes.c_ubyte * size).from_address(address)
+    held.owner = memory  # type: ignore[attr-defined]  # an address keeps nothing alive; views keep this array
+    view = memoryview(held).cast("B")
     return view.toreadonly() if read_only else view
 
 

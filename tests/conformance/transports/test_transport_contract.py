@@ -91,6 +91,18 @@ def test_a_page_that_is_not_there_is_named(client: Client) -> None:
         client.do("read_cache", np.zeros(100, np.int16), [(b"a", 0), (b"b", 10), (b"c", 20)], 10)
 
 
+def test_arrays_that_nobody_else_holds_are_written_as_they_were(client: Client) -> None:
+    """Of a type whose memory is known by its address only."""
+    count, items = 8, 8192
+    step = items * 8
+    expected = [np.full(items, n, np.int64).tobytes() for n in range(count)]
+    client.do("put_many", ((b"%d" % n, np.full(items, n, "datetime64[s]")) for n in range(count)))
+    assert [client.do("get", b"%d" % n) for n in range(count)] == expected
+    pieces = ((n * step, np.full(items, n, "datetime64[s]")) for n in range(count))
+    client.do("write_ranges", b"whole", count * step, pieces, segment_bytes=step)
+    assert client.do("get", b"whole") == b"".join(expected)
+
+
 def test_registered_memory_is_read_and_written_in_place(client: Client) -> None:
     source = np.frombuffer(bytearray(rng.randbytes(1 << 20)), dtype=np.uint8)
     target = np.zeros(1 << 20, dtype=np.uint8)

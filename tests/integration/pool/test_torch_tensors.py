@@ -24,6 +24,17 @@ def test_pages_of_a_torch_tensor_come_back_as_they_were(client: PoolClient, dtyp
     assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
 
 
+def test_tensors_made_as_they_are_asked_for_are_stored_as_they_were(client: PoolClient) -> None:
+    sources = [torch.full((32 * 1024,), float(n)) for n in range(8)]
+    size = 64 * 1024
+    expected = [source.half().numpy().tobytes() for source in sources]
+    client.put_many((b"%d" % n, source.to(torch.float16)) for n, source in enumerate(sources))
+    assert [client.get(b"%d" % n) for n in range(8)] == expected
+    pieces = ((n * size, source.to(torch.float16)) for n, source in enumerate(sources))
+    client.write_ranges(b"whole", 8 * size, pieces, segment_bytes=size)
+    assert client.get(b"whole") == b"".join(expected)
+
+
 def test_a_transposed_tensor_is_refused(client: PoolClient) -> None:
     with pytest.raises(BadRequestError, match=r"shape \(8, 4\) is not contiguous"):
         client.write_cache(torch.zeros(4, 8).t(), [(b"k", 0)], 4)

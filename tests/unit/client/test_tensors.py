@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from kvrelay.client.core.blocks import Blocks, bytes_of
-from kvrelay.client.tensors import bytes_of_tensor, element_size, pages_of
+from kvrelay.client.tensors import all_bytes_of, bytes_of_tensor, element_size, objects_of, pages_of, pieces_of
 from kvrelay.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 def memory_of(tensor: Any) -> bytes:
@@ -76,6 +81,42 @@ def test_a_tensor_is_written_in_place() -> None:
     memory = np.zeros(4, dtype=np.float32)
     bytes_of_tensor(CpuTensor(memory))[:4] = np.float32(1.5).tobytes()
     assert memory[0] == 1.5
+
+
+def times() -> np.ndarray[Any, Any]:
+    """An array of a type buffers do not know."""
+    return np.array(range(4), dtype="datetime64[s]")
+
+
+@pytest.mark.parametrize("make", [lambda: CpuTensor(np.arange(4)), times], ids=["tensor", "times"])
+@pytest.mark.parametrize(
+    "views_of",
+    [
+        lambda tensors: list(all_bytes_of(tensors)),
+        lambda tensors: objects_of((b"k", tensor) for tensor in tensors)[1].views(),
+        lambda tensors: [view for _, view in pieces_of((0, tensor) for tensor in tensors)],
+        lambda tensors: pages_of(next(tensors), [(b"k", 0)], 4)[1].views(),
+        lambda tensors: [bytes_of_tensor(next(tensors)).toreadonly()[8:]],
+    ],
+    ids=["buffers", "objects", "pieces", "pages", "a slice"],
+)
+def test_a_tensor_that_nobody_else_holds_lives_as_long_as_its_views(
+    views_of: Callable[[Iterator[Any]], list[memoryview]], make: Callable[[], Any]
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def one() -> Iterator[Any]:
+        tensor = make()
+        made.append(weakref.ref(tensor))
+        yield tensor
+
+    views = views_of(one())
+    gc.collect()
+    assert made[0]() is not None
+    assert bytes(views[0])[-8:] == (3).to_bytes(8, "little")
+    del views
+    gc.collect()
+    assert made[0]() is None
 
 
 @pytest.mark.parametrize("dtype", [object, [("number", "i4"), ("thing", object)]])
