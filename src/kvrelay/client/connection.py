@@ -84,7 +84,7 @@ class Connection:
     def register_memory(self, memory: Memory) -> None:
         """Let pages of this writable memory travel in place where NIXL is used; elsewhere nothing is needed.
 
-        It must stay until the client is closed.
+        It is held until the client is closed and no copy is under way.
 
         Raises:
             KvRelayError: it cannot be registered, for want of lockable memory for one.

@@ -52,14 +52,15 @@ class NixlPath:
         self._mover = mover
         self._lock = threading.Lock()
         self._idle: list[memoryview] = []
-        self._kept: list[memoryview] = []
-        self.broken = False
+        self._under_way = 0
+        self._broken = False
+        self._closed = False
 
     def register(self, view: memoryview) -> None:
-        """Let blocks of this writable memory travel without staging. It must stay until the client is closed."""
+        """Let blocks of this writable memory travel without staging. It is held until the client is closed."""
         with self._lock:
+            self._check()
             self._peer.register(view)
-            self._kept.append(view)
 
     def write(self, blocks: Blocks, offsets: bytes) -> Operation[bytes]:
         """Bring blocks to their offsets of the arena; the checksums of what was brought there."""
@@ -105,11 +106,13 @@ class NixlPath:
         remote.frombytes(offsets)
         pieces = runs(local, sizes, remote)
         with self._lock:
+            self._check()
             copy = self._peer.begin(
                 write=write,
                 local=[(here, size) for here, _, size in pieces],
                 remote=[(self._base + there, size) for _, there, size in pieces],
             )
+            self._under_way += 1
         try:
             yield Transfer(lambda: self._finished(copy))
         except KvRelayError as error:
@@ -118,29 +121,44 @@ class NixlPath:
         except BaseException:
             self._stop(copy)
             raise
-        with self._lock:
-            copy.release()
+        self._end(copy)
 
     def _finished(self, copy: NixlCopy) -> bool:
         with self._lock:
+            if self._closed:
+                raise PoolUnavailableError("the client was closed")
             return copy.finished()
 
+    def _end(self, copy: NixlCopy) -> None:
+        """Release a copy. After `close`, the last of them takes memory and pool along."""
+        with self._lock:
+            try:
+                copy.release()
+            finally:
+                self._under_way -= 1
+                if self._closed and not self._under_way:
+                    self._peer.close()
+
     def _stop(self, copy: NixlCopy) -> None:
-        """Bytes may still move: neither these buffers nor this connection are used again."""
-        self.broken = True
-        with self._lock, contextlib.suppress(KvRelayError):
-            copy.release()
+        """Bytes may still move: neither these buffers, which stay registered, nor this connection are used again."""
+        self._broken = True
+        with contextlib.suppress(KvRelayError):
+            self._end(copy)
+
+    def _check(self) -> None:
+        """PoolUnavailableError: this way is not used any more."""
+        if self._closed or self._broken:
+            raise PoolUnavailableError("the client was closed, or a copy by NIXL broken off: connect anew")
 
     def _staging(self, blocks: Blocks) -> tuple[memoryview, array[int]]:
         """A registered buffer that holds all blocks, and where each goes in it."""
-        if self.broken:
-            raise PoolUnavailableError("a copy by NIXL was broken off: connect anew")
         places = array("Q", bytes(8 * len(blocks)))
         at = 0
         for index, size in enumerate(blocks.sizes):
             places[index] = at
             at += size
         with self._lock:
+            self._check()
             for index, idle in enumerate(self._idle):
                 if idle.nbytes >= at:
                     return self._idle.pop(index), places
@@ -150,6 +168,8 @@ class NixlPath:
 
     def _give_back(self, staging: memoryview) -> None:
         with self._lock:
+            if self._closed or self._broken:
+                return
             if len(self._idle) < MAX_IDLE and staging.nbytes <= MAX_IDLE_BYTES:
                 self._idle.append(staging)
                 self._idle.sort(key=len)
@@ -157,7 +177,9 @@ class NixlPath:
                 self._peer.deregister(staging)
 
     def close(self) -> None:
-        """Forget the memory and the pool."""
+        """Forget the memory and the pool, once no copy is under way: those that are end soon. By any thread."""
         with self._lock:
-            self._peer.close()
-            self._idle, self._kept = [], []
+            self._closed = True
+            self._idle = []
+            if not self._under_way:
+                self._peer.close()

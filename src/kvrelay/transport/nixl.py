@@ -87,10 +87,11 @@ class NixlPeer:
         except Exception as error:  # whatever a foreign library raises
             raise PoolUnavailableError(f"the pool's NIXL agent {pool} cannot be reached: {error}") from error
         self._pool = added.decode() if isinstance(added, bytes) else added
-        self._regions: list[tuple[int, int, Any]] = []
+        self._regions: list[tuple[memoryview, int, int, Any]] = []
+        """What is registered, and so must stay: a view, its first address and its last + 1, NIXL's name for it."""
 
     def register(self, view: memoryview) -> None:
-        """Let NIXL use writable memory, which must stay until `close`.
+        """Let NIXL use writable memory, which is held until `deregister` or `close`.
 
         Raises:
             KvRelayError: NIXL refuses it, for want of lockable memory for one.
@@ -102,20 +103,20 @@ class NixlPeer:
             registered = self._agent.register_memory([(start, view.nbytes, 0, "")], "DRAM", backends=[BACKEND])
         except Exception as error:
             raise KvRelayError(f"NIXL cannot register {view.nbytes} bytes: {error}; see ulimit -l") from error
-        self._regions.append((start, start + view.nbytes, registered))
+        self._regions.append((view, start, start + view.nbytes, registered))
 
     def deregister(self, view: memoryview) -> None:
         """Undo `register`."""
         start = address_of(view)
-        for region in self._regions:
-            if region[0] == start and region[1] == start + view.nbytes:
-                self._agent.deregister_memory(region[2])
-                self._regions.remove(region)
+        for index, (_, first, last, registered) in enumerate(self._regions):
+            if first == start and last == start + view.nbytes:
+                self._agent.deregister_memory(registered)
+                del self._regions[index]
                 return
 
     def covers(self, start: int, size: int) -> bool:
         """Whether memory is registered."""
-        return any(first <= start and start + size <= last for first, last, _ in self._regions)
+        return any(first <= start and start + size <= last for _, first, last, _ in self._regions)
 
     def begin(self, *, write: bool, local: Iterable[tuple[int, int]], remote: Iterable[tuple[int, int]]) -> NixlCopy:
         """Start copying ``(address, size)`` pieces; those of the arena are addresses in the pool's agent.
@@ -136,7 +137,7 @@ class NixlPeer:
         """Forget the memory and the pool. May be called twice."""
         agent, self._agent = self._agent, None
         if agent is not None:
-            for _, _, registered in self._regions:
+            for *_, registered in self._regions:
                 agent.deregister_memory(registered)
             self._regions = []
             agent.remove_remote_agent(self._pool)
