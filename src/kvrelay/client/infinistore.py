@@ -2,12 +2,14 @@
 
 ``from kvrelay.client import infinistore`` stands in for ``import infinistore``. Names, arguments and units are those of
 InfiniStore: ``write_cache``, ``read_cache`` and ``rdma_write_cache`` count offsets and pages in *elements* of the
-tensor, ``allocate_rdma`` and the calls that take a pointer count *bytes*. docs/client.md says what differs.
+tensor, ``allocate_rdma`` and the calls that take a pointer count *bytes*. What a pointer points to is the caller's to
+keep until the call has ended. docs/client.md says what differs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 from numbers import Integral
@@ -277,10 +279,12 @@ def _memory(ptr: int, size: int) -> memoryview:
 
 
 async def _in_thread(work: Callable[[], R]) -> R:
-    """Do blocking work in a thread. Who is cancelled waits for its end: memory may be in use until then."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
+    """Do blocking work in a thread. Who is cancelled, however often, waits for its end: memory is in use until then."""
+    done = asyncio.get_running_loop().run_in_executor(None, work)  # no task: a loop that ends cancels those
     try:
-        return await asyncio.shield(task)
+        return await asyncio.shield(done)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        while not done.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([done])
         raise

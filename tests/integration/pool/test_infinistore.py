@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,6 +124,68 @@ async def test_the_async_twins_do_not_block_the_loop(address: str) -> None:
         assert conn.check_exist("y") or conn.get_match_last_index(["x", "y"]) == 0
     finally:
         conn.close()
+
+
+class Held(np.ndarray[Any, Any]):
+    """A page whose bytes are asked for, in the thread that stores it, and given when the test says so."""
+
+    asked: threading.Event
+    given: threading.Event
+
+    @property
+    def itemsize(self) -> int:
+        self.asked.set()
+        assert self.given.wait(30.0)
+        return 1
+
+
+def held_page() -> Held:
+    page = np.arange(16, dtype=np.uint8).view(Held)
+    page.asked, page.given = threading.Event(), threading.Event()
+    return page
+
+
+async def test_a_call_that_is_cancelled_again_and_again_ends_with_its_thread(address: str) -> None:
+    """1. a thread uses the caller's memory; 2. the call is cancelled; 3. and again as it waits; 4. the thread ends."""
+    conn = infinistore.InfinityConnection(infinistore.ClientConfig(address=address))
+    await conn.connect_async()
+    page = held_page()
+    try:
+        task = asyncio.create_task(conn.write_cache_async(page, [("k", 0)], 16))
+        await asyncio.to_thread(page.asked.wait, 30.0)
+        for _ in range(3):
+            task.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not task.done()
+        page.given.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert conn.check_exist("k")
+    finally:
+        page.given.set()
+        conn.close()
+
+
+def test_a_loop_that_ends_amid_a_call_waits_for_its_thread(conn: infinistore.InfinityConnection) -> None:
+    """Its end cancels all tasks, whoever made them."""
+    page = held_page()
+    ended: list[bool] = []
+
+    async def call() -> None:
+        try:
+            await conn.write_cache_async(page, [("k", 0)], 16)
+        finally:
+            ended.append(conn.check_exist("k"))
+
+    async def main() -> asyncio.Task[None]:
+        task = asyncio.create_task(call())
+        await asyncio.to_thread(page.asked.wait, 30.0)
+        asyncio.get_running_loop().call_later(0.05, page.given.set)  # after the end of main
+        return task
+
+    assert asyncio.run(main()).cancelled()
+    assert ended == [True]
 
 
 def test_keys_are_looked_up_matched_and_deleted(conn: infinistore.InfinityConnection) -> None:
