@@ -26,6 +26,12 @@ ONCE = [2]
 """One mapping, and the descriptor that Python's mmap keeps beside it."""
 
 
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """Arenas that the errors of earlier tests still hold would go amid this one."""
+    gc.collect()
+
+
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[PoolProcess]:
     with pool_process(tmp_path) as pool:
