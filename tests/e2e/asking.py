@@ -394,19 +394,23 @@ def engines_idle(urls: Iterable[str]) -> bool:
 
 CONNECTIONS = 12
 """At the pool when a 1P1D stack is whole: router and we; of P and D scheduler, saver, two loaders, synchronous one."""
+EARLY = 4
+"""More of them, once D has loaded early: `max_early_loads`."""
 
 
 def assert_everybody_at_the_pool(stack: RunningStack) -> None:
     """The engines and the router have found the pool (again)."""
-    eventually(lambda: _connections(stack), lambda seen: seen == CONNECTIONS, "engines at the pool", within_s=30)
+    whole = (2, CONNECTIONS), (2, CONNECTIONS + EARLY)
+    eventually(lambda: _at_the_pool(stack), lambda seen: seen in whole, "engines at the pool", within_s=30)
     eventually(
         lambda: Counters(stack.base_url).total("kvrelay_router_pool_up"), bool, "router at the pool", within_s=30
     )
 
 
-def _connections(stack: RunningStack) -> int:
+def _at_the_pool(stack: RunningStack) -> tuple[int, int]:
+    """Engines that are registered, and connections."""
     try:
         with PoolClient.connect(stack.pool_address, name="test", map_arena=False) as client:
-            return client.stat()["connections"]
+            return len(client.engines()), client.stat()["connections"]
     except KvRelayError:
-        return 0
+        return 0, 0

@@ -51,8 +51,11 @@ OF_RESPONSES = (
     _response("stop_token_ids", {"stop_token_ids": list(range(300, 900))}),
     _response("ignore_eos", {"ignore_eos": True}),
     _response(
-        "include, top_logprobs", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}
+        "include, top_logprobs",
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        streams=(False,),  # streamed, vLLM leaves out those of tokens without text, unless they come with others
     ),
+    _response("top_logprobs", {"top_logprobs": 2}),
     _response(
         "text",
         {"text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}, **LIMIT},
