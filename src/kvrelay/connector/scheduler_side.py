@@ -311,6 +311,8 @@ class SchedulerSide:
 
     def _end_doubts(self, scheduled: Sequence[tuple[str, int, int]]) -> None:
         """See whether adapters are what they were named: the engine may read their files again for this step."""
+        if not self._adapter_of and not self._leaving:
+            return
         entries = (self._ledger.entry(request_id) for request_id, _, _ in scheduled)
         doubted = [(one, self._adapter_of[one.request_id]) for one in entries if one is not None and one.doubted]
         doubted += self._leaving
@@ -430,6 +432,8 @@ class SchedulerSide:
 
         All of them: others may have found what is loaded in the engine's prefix cache already.
         """
+        if not self._given:
+            return ()
         foreign = any(computed > self._given.get(request_id, computed) for request_id, computed, _ in scheduled)
         return self._given if foreign else ()
 
