@@ -95,6 +95,8 @@ class ContractEngine:
 
     def __init__(self, address: str, name: str, rng: random.Random, shape: Shape, *, troubled: bool = False) -> None:
         self.name, self.shape, self._rng = name, shape, rng
+        self._others = set(threading.enumerate())
+        """Threads that are not this engine's."""
         self.group = f"{name}/{rng.random()}"
         self.counters = Counters()
         ranks = shape.tp * shape.pp
@@ -269,7 +271,8 @@ class ContractEngine:
             for worker in self.workers:
                 worker.connector.shutdown()
             self.connector.shutdown()
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith(self.name)]
+        threads = set(threading.enumerate()) - self._others
+        left = [thread.name for thread in threads if thread.name.startswith(self.name)]
         assert not left, f"threads were left behind: {left}"
 
 

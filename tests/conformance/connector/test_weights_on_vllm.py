@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvrelay.testing.pool import PoolThread
-    from kvrelay.testing.true_models import TrueModel
 
     Act = Callable[[Any], Any]
 
@@ -35,13 +34,16 @@ WAIT_S = 30.0
 
 
 @pytest.fixture
-def engine(pool: PoolThread) -> Iterator[ContractEngine]:
+def engine(pool: PoolThread, request: pytest.FixtureRequest) -> Iterator[ContractEngine]:
+    """An engine of vLLM's; ``request``'s parameter, if it has one: its model."""
     from kvrelay.testing.vllm_engine import VllmEngine
 
-    engine = VllmEngine(pool.unix, "E", random.Random(7), Shape())
-    yield engine
-    engine.drain(WAIT_S)
-    engine.close()
+    engine = VllmEngine(pool.unix, "E", random.Random(7), Shape(model=getattr(request, "param", DENSE)))
+    try:
+        yield engine
+        engine.drain(WAIT_S)
+    finally:
+        engine.close()
 
 
 def core_of(engine: ContractEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -105,21 +107,21 @@ def test_what_leaves_the_weights_leaves_the_exchange(
     assert told(engine, core_of(engine, "EngineCoreProc", monkeypatch), act) in WHOLE
 
 
-@pytest.mark.parametrize("model", [DENSE, MIXED], ids=["dense", "windows in some layers"])
+@pytest.mark.parametrize("engine", [DENSE, MIXED], ids=["dense", "windows in some layers"], indirect=True)
 def test_a_pause_that_keeps_requests_waits_for_what_is_being_saved(
-    pool: PoolThread, monkeypatch: pytest.MonkeyPatch, model: TrueModel
+    engine: ContractEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1. A step orders saves. 2. The engine is told to pause, and to drop its caches: no block may be held by then."""
-    from kvrelay.testing.vllm_engine import VllmEngine
-
-    engine = VllmEngine(pool.unix, "E", random.Random(7), Shape(model=model))
     core = core_of(engine, "EngineCoreProc", monkeypatch)
     core._idle_state_callbacks = []
     engine.add("r", PROMPT, 8)
-    engine.step()
-    assert engine.side.saving
-    paused = core.pause_scheduler("keep")
-    assert paused is not None
+    saver = engine.ranks[0].side._saver
+    with saver._reading:  # no block is copied meanwhile
+        engine.step()
+        assert engine.side.saving
+        paused = core.pause_scheduler("keep")
+        assert paused is not None
+        assert not paused.done()
     deadline = time.monotonic() + WAIT_S
     while core.has_work():
         assert time.monotonic() < deadline
@@ -129,8 +131,6 @@ def test_a_pause_that_keeps_requests_waits_for_what_is_being_saved(
     assert not any(side.saving for side in engine.side.sides)
     core.resume_scheduler()
     until_idle(engine)
-    engine.drain(WAIT_S)
-    engine.close()
 
 
 MAY_REPLACE: dict[str, Act] = {
