@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from kvrelay.connector.adapted import AdaptedRequests
 from kvrelay.connector.core.growth import Growth
 from kvrelay.connector.core.ledger import Ledger
 from kvrelay.connector.core.matching import Found, Search
@@ -106,7 +107,6 @@ class SchedulerSide:
         next. ``evict``: takes away what blocks are called in the engine's prefix cache.
         """
         self._on_close = on_close
-        self._adapters = adapters
         self._config = config
         self._geometry = geometry
         self._tables = tables
@@ -166,11 +166,7 @@ class SchedulerSide:
         """Tokens in the engine's own cache, of requests asked about in this step."""
         self._given: dict[str, int] = {}
         """Tokens there and those we load, of requests given blocks in this step."""
-        self._adapter_of: dict[str, Adapter] = {}
-        self._stopped = 0
-        """How many of the adapters' stops have been carried out here."""
-        self._leaving: list[tuple[Entry, Adapter]] = []
-        """Requests that ended in doubt whether their adapters are still what they were named."""
+        self._adapted = AdaptedRequests(adapters, self._ledger, self._naming)
 
     def start(self) -> None:
         """Connect and register; raises `ConfigError` if the pool refuses us."""
@@ -229,9 +225,7 @@ class SchedulerSide:
         if self._is_promised(entry):
             self._promises.add(request_id)
         if adapter is not None:
-            self._adapter_of[request_id] = adapter
-            if self._adapters is not None:
-                self._adapters.use(adapter)
+            self._adapted.add(request_id, adapter)
         prompt = _Prompt(token_ids or (), salt, tuple(extras), skip)
         if token_ids is None:
             self._unnamed(entry, Reason.NO_KEYS)
@@ -293,40 +287,13 @@ class SchedulerSide:
     @property
     def adapters_in_use(self) -> set[int]:
         """Numbers of the adapters that requests of this side are computed with."""
-        return {adapter.number for adapter in self._adapter_of.values()}
+        return self._adapted.numbers
 
     def _stop_adapters(self) -> None:
         """What runs with an adapter that was stopped has no name any more."""
-        if self._adapters is None or self._stopped == len(self._adapters.stopped):
-            return
-        numbers = self._adapters.stopped[self._stopped :]
-        self._stopped += len(numbers)
-        for request_id, adapter in self._adapter_of.items():
-            entry = self._ledger.entry(request_id)
-            if adapter.number in numbers and entry is not None and entry.phase is not Phase.ENDED:
-                self._naming.end(request_id)
-                self._prompts.pop(request_id, None)
-                self._ledger.forget(entry, Reason.ADAPTER)
-        self._send_releases()
-
-    def _end_doubts(self, scheduled: Sequence[tuple[str, int, int]]) -> None:
-        """See whether adapters are what they were named: the engine may read their files again for this step."""
-        if not self._adapter_of and not self._leaving:
-            return
-        entries = (self._ledger.entry(request_id) for request_id, _, _ in scheduled)
-        doubted = [(one, self._adapter_of[one.request_id]) for one in entries if one is not None and one.doubted]
-        doubted += self._leaving
-        self._leaving = []
-        for _, adapter in doubted:
-            self._naming.check(adapter)
-        for entry, adapter in doubted:
-            holds = self._naming.checked(adapter)
-            if holds:
-                self._ledger.trust(entry)
-            elif holds is not None:
-                self._ledger.forget(entry, Reason.ADAPTER)
-            elif entry.phase is Phase.ENDED:
-                self._leaving.append((entry, adapter))
+        for request_id in self._adapted.take_stopped():
+            self._naming.end(request_id)
+            self._prompts.pop(request_id, None)
 
     def num_matched(self, request_id: str, local: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local`` to load, and whether asynchronously; ``None``: not known yet, ask again."""
@@ -397,10 +364,8 @@ class SchedulerSide:
         """One step's orders. ``scheduled``: (request, tokens computed before, tokens computed in this step)."""
         scheduled = list(scheduled)
         lost = self._ledger.preempted(preempted)
-        for entry in map(self._ledger.entry, lost):
-            if entry is not None and entry.chunks and entry.request_id in self._adapter_of:
-                entry.doubted = True
-        self._end_doubts(scheduled)
+        self._adapted.preempted(map(self._ledger.entry, lost))
+        self._adapted.end_doubts(scheduled)
         self._stop_adapters()
         saves: list[SaveOrder] = []
         unsure = self._unsure(scheduled)
@@ -473,10 +438,8 @@ class SchedulerSide:
         self._promises.end(request_id)
         self._naming.end(request_id)
         self._prompts.pop(request_id, None)
-        adapter = self._adapter_of.pop(request_id, None)
         finish = self._ledger.finish(entry, computed, block_ids)
-        if adapter is not None and entry.rest is not None and entry.doubted:
-            self._leaving.append((entry, adapter))
+        self._adapted.finished(entry)
         self._send_releases()
         return finish.hold
 
@@ -508,7 +471,7 @@ class SchedulerSide:
         self._lookups.end_all()
         self._naming.end_all()
         self._prompts.clear()
-        self._leaving.clear()
+        self._adapted.forget_doubts()
         self._facts = {**self._facts, "weights": f"reset:{secrets.token_hex(16)}"}
         self.namespace = namespace(self._facts)
         log.log(
