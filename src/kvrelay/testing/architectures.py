@@ -19,21 +19,34 @@ COMMON = {"dtype": "float32", "bos_token_id": 0, "eos_token_id": 1, "pad_token_i
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyGemma:
-    """The recipe of a random Gemma 3: every third layer attends to all tokens, the others to a window."""
+class Recipe:
+    """What every recipe says."""
 
     seed: int
-    hidden: int = 256
-    layers: int = 6
-    full_every: int = 3
-    window: int = 96
+    layers: int
     heads: int = 8
-    kv_heads: int = 2
-    head_size: int = 32
+    hidden: int = 256
     intermediate: int = 512
     vocabulary: int = 2048
     positions: int = 8192
     version: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(Recipe):
+    """Whose query heads share KV heads."""
+
+    kv_heads: int = 2
+    head_size: int = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyGemma(Grouped):
+    """The recipe of a random Gemma 3: every third layer attends to all tokens, the others to a window."""
+
+    layers: int = 6
+    full_every: int = 3
+    window: int = 96
 
     @property
     def kinds(self) -> list[str]:
@@ -42,57 +55,34 @@ class TinyGemma:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyMistral:
+class TinyMistral(Grouped):
     """The recipe of a random Mistral: every layer attends to a window."""
 
-    seed: int
-    hidden: int = 256
     layers: int = 4
     window: int = 96
-    heads: int = 8
     kv_heads: int = 1
-    head_size: int = 32
-    intermediate: int = 512
-    vocabulary: int = 2048
-    positions: int = 8192
-    version: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyDeepseek:
+class TinyDeepseek(Recipe):
     """The recipe of a random DeepSeek V2 without experts. Its latent has the size vLLM's CPU backend takes."""
 
-    seed: int
-    hidden: int = 256
     layers: int = 3
     heads: int = 4
     latent: int = 512
     rotary: int = 64
     head_size: int = 64
-    intermediate: int = 512
-    vocabulary: int = 2048
-    positions: int = 8192
-    version: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyGranite:
+class TinyGranite(Grouped):
     """The recipe of a random Granite 4 without experts: mamba layers and full attention in turn."""
 
-    seed: int
-    hidden: int = 256
     layers: int = 4
-    heads: int = 8
-    kv_heads: int = 2
-    head_size: int = 32
     mamba_heads: int = 8
     mamba_head_size: int = 64
     state: int = 64
     convolved: int = 4
-    intermediate: int = 512
-    vocabulary: int = 2048
-    positions: int = 8192
-    version: int = 1
 
     @property
     def kinds(self) -> list[str]:
@@ -125,9 +115,6 @@ def build_tiny_granite(path: Path, *, seed: int, **sizes: int) -> Path:
     return _build(
         path, "tiny-granite", recipe, _granite_config(recipe), lambda random: _granite_weights(recipe, random)
     )
-
-
-Recipe = TinyGemma | TinyMistral | TinyDeepseek | TinyGranite
 
 
 class _Random:
@@ -267,7 +254,7 @@ def _mlp(recipe: Recipe, random: _Random, prefix: str) -> dict[str, Any]:
     }
 
 
-def _attention(recipe: TinyGemma | TinyMistral | TinyGranite, random: _Random, prefix: str) -> dict[str, Any]:
+def _attention(recipe: Grouped, random: _Random, prefix: str) -> dict[str, Any]:
     query, key = recipe.heads * recipe.head_size, recipe.kv_heads * recipe.head_size
     return {
         f"{prefix}.self_attn.q_proj.weight": random.matrix(query, recipe.hidden, 1.5),
