@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,14 @@ def pytest_configure() -> None:
     """Have Ctrl-C work in what tests start: a shell's background jobs ignore it, and their children with them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have no test pass for want of vLLM."""
+    if item.get_closest_marker("vllm") is not None and importlib.util.find_spec("vllm") is None:
+        pytest.fail(
+            "vLLM is not installed: run `make setup`, or leave these tests out with -m 'not vllm'", pytrace=False
+        )
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ The two start together, once a session, when the first test asks for either; a s
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from contextlib import contextmanager
@@ -108,8 +107,6 @@ class Runs:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 5 million weights, the same in every session."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.fail("vLLM is not installed: run `make setup`, or leave these tests out with -m 'not vllm'")
     return build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", seed=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ WAIT_S = 30.0
 VLLM = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore"),  # of vLLM and what it imports
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 

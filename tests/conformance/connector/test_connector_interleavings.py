@@ -7,7 +7,6 @@ threads' own timing is left to the machine: what is asserted holds whatever it i
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -221,7 +220,6 @@ def test_the_contract_holds_in_any_order_of_events(
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("model", [MIXED, SLIDING], ids=["mixed", "sliding"])
 def test_the_contract_holds_where_vllm_frees_what_windows_have_passed(
     seed: int, model: TrueModel, tmp_path: Path

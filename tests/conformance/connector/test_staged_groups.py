@@ -5,7 +5,6 @@ The engines' attention checks that all it reads is true, so what is staged must 
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore"),  # of vLLM and what it imports
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.parametrize("model", [replace(one, blocks=200) for one in (MIXED, SLIDING)], ids=["mixed", "sliding"]),
 ]
 """With so many blocks P saves all chunks: it may hold a quarter of its blocks while windows move on."""

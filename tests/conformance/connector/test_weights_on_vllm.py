@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import time
 from types import MethodType, SimpleNamespace
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore"),  # of vLLM and what it imports
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 PROMPT = [100 + at for at in range(70)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ np = pytest.importorskip("numpy")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's dependencies
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}

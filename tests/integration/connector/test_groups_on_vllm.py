@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ pytest.importorskip("numpy")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore"),  # of vLLM and what it imports
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 GEMMA = TinyGemma(seed=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ pytest.importorskip("numpy")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore"),  # of vLLM and what it imports
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

@@ -15,7 +15,6 @@ np = pytest.importorskip("numpy")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's dependencies
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 if TYPE_CHECKING:

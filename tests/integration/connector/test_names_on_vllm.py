@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's dependencies
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 TOKENS = list(range(10, 90))

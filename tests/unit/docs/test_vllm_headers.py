@@ -20,7 +20,6 @@ LISTED = re.compile(r"^[A-Z_]*HEADERS = \[(.*)\]", re.MULTILINE)
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_headers_that_vllm_reads(tables: Tables) -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
