@@ -38,6 +38,19 @@ class Away:
         return self.now
 
 
+class Holding(Away):
+    """A pool at which these engines are registered."""
+
+    def __init__(self, *engines: str) -> None:
+        super().__init__()
+        self.engines = engines
+
+    async def connect(self) -> FakePool:
+        pool = await super().connect()
+        pool.registered = [Engine(engine=name, role="kv_both", namespace="n", facts={}) for name in self.engines]
+        return pool
+
+
 async def reached(*pools: Away) -> SeveralPools:
     return await SeveralPools([(f"unix:/{at}", pool.connect) for at, pool in enumerate(pools)]).reach()
 
@@ -163,11 +176,8 @@ def test_a_pool_that_refuses_is_no_reason_to_do_without_the_others() -> None:
 
 def test_engines_are_counted_once_and_prefixes_where_they_are_longest() -> None:
     async def work() -> None:
-        one, other = Away(), Away()
+        one, other = Holding("P0", "D0"), Holding("P1", "D0")
         pools = await reached(one, other)
-        engines = {name: Engine(engine=name, role="kv_both", namespace="n", facts={}) for name in ("P0", "P1", "D0")}
-        one.now.registered = [engines["P0"], engines["D0"]]
-        other.now.registered = [engines["P1"], engines["D0"]]
         assert sorted(engine.engine for engine in await pools.engines()) == ["D0", "P0", "P1"]
         other.now.held = {b"a", b"b"}
         assert (await pools.count_prefix([b"a", b"b", b"c"])).sealed == 2
@@ -177,11 +187,8 @@ def test_engines_are_counted_once_and_prefixes_where_they_are_longest() -> None:
 
 def test_engines_are_orphans_while_their_own_pool_is_gone() -> None:
     async def work() -> None:
-        one, other = Away(), Away()
+        one, other = Holding("P0", "D0"), Holding("P1", "D0")
         pools = await reached(one, other)
-        engines = {name: Engine(engine=name, role="kv_both", namespace="n", facts={}) for name in ("P0", "P1", "D0")}
-        one.now.registered = [engines["P0"], engines["D0"]]
-        other.now.registered = [engines["P1"], engines["D0"]]
         await pools.engines()
         assert pools.orphans == frozenset()
         one.there, one.now.closed = False, True
