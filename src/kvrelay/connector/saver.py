@@ -115,10 +115,10 @@ class Saver:
         for layer in layers:
             self._kv.layers[layer].pages.computed()
             self._tell(step, layer)
-        last = len(step.computed) == len(self._kv.layers)
-        much = step.waiting_bytes >= self._publish_bytes or step.waiting_segments >= PUBLISH_SEGMENTS
-        if step.waiting and (last or much):
-            self._queue.put((partial(self._save, numbers=step.take()), step))
+            last = len(step.computed) == len(self._kv.layers)
+            much = step.waiting_bytes >= self._publish_bytes or step.waiting_segments >= PUBLISH_SEGMENTS
+            if step.waiting and (last or much):
+                self._queue.put((partial(self._save, numbers=step.take()), step))
 
     def _tell(self, step: Step, number: int) -> None:
         group = self._kv.layers[number].group

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
+from msgspec.structs import replace
 
 from kvrelay.client.blocking import PoolClient
 from kvrelay.connector.core.geometry import RankShare
@@ -17,6 +18,7 @@ from kvrelay.testing.certificates import Authority
 from kvrelay.testing.pool import PoolProcess, PoolThread
 from kvrelay.transport.certificates import server_context
 from kvrelay.types import Reason
+from kvrelay.wire import limits
 
 np = pytest.importorskip("numpy")
 
@@ -268,6 +270,18 @@ def test_layers_wait_until_they_are_many_bytes_or_the_last_is_computed(
             assert client.wait(found, ready, timeout_s=WAIT_S) == ready
         else:
             assert [view.ready for view in found.views] == [0] * len(chunks)
+
+
+def test_kv_that_is_all_there_when_it_is_ordered_saved_is_published_in_messages_of_no_more_bytes(
+    pool: PoolThread, make_rank: Make, make_chunks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a request that ended while it was not known whether it may be saved: many chunks, all layers at once."""
+    chunks = make_chunks(TOKENS)
+    p = make_rank(pool.tcp, publish_bytes=2 * LAYER_BYTES)
+    monkeypatch.setattr(limits, "MAX_PAYLOAD_BYTES", 2 * LAYER_BYTES)
+    p.begin(saves=(replace(p.save_order(chunks, P_BLOCKS), complete=True),))
+    p.saved(1)
+    assert p.counters.take().get("saved_tokens") == TOKENS
 
 
 def test_a_save_cancelled_while_its_layers_wait_reads_no_block_and_readers_are_told(
