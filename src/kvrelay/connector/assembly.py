@@ -203,6 +203,7 @@ def build_scheduler(vllm_config: VllmConfig, engine: Engine, counters: Counters)
             on_close=close,
             adapters=adapters,
             sync_loads=takes_sync_loads(vllm_config),
+            in_flight=vllm_config.max_concurrent_batches,
         )
 
     parts = engine.by_pool()

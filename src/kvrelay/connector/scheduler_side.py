@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -97,6 +99,7 @@ class SchedulerSide:
         on_close: Callable[[], None] = lambda: None,
         evict: Callable[[set[int]], None] = lambda _: None,
         sync_loads: bool = False,
+        in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
         adapters: Adapters | None = None,
     ) -> None:
@@ -104,7 +107,8 @@ class SchedulerSide:
 
         ``on_close``: what else ends with this. ``adapters``: identifies LoRA adapters, if the engine has any.
         ``sync_loads``: whether the engine takes synchronous loads, and knows how a step ended before it schedules the
-        next. ``evict``: takes away what blocks are called in the engine's prefix cache.
+        next. ``in_flight``: how many steps it schedules before it knows how the first of them ended. ``evict``: takes
+        away what blocks are called in the engine's prefix cache.
         """
         self._on_close = on_close
         self._config = config
@@ -166,6 +170,8 @@ class SchedulerSide:
         """Tokens in the engine's own cache, of requests asked about in this step."""
         self._given: dict[str, int] = {}
         """Tokens there and those we load, of requests given blocks in this step."""
+        self._in_flight: deque[tuple[bool, tuple[str, ...]]] = deque(maxlen=in_flight)
+        """Of steps that may not have ended: whether another connector loads in it, and requests given blocks in it."""
         self._adapted = AdaptedRequests(adapters, self._ledger, self._naming)
 
     def start(self) -> None:
@@ -360,15 +366,20 @@ class SchedulerSide:
         scheduled: Iterable[tuple[str, int, int]],
         preempted: Iterable[str],
         block_ids: Callable[[str], Sequence[Sequence[int]]],
+        *,
+        foreign: bool = False,
     ) -> StepOrders:
-        """One step's orders. ``scheduled``: (request, tokens computed before, tokens computed in this step)."""
+        """One step's orders. ``scheduled``: (request, tokens computed before, tokens computed in this step).
+
+        ``foreign``: another connector loads for a request of the engine's that this side does not know.
+        """
         scheduled = list(scheduled)
         lost = self._ledger.preempted(preempted)
         self._adapted.preempted(map(self._ledger.entry, lost))
         self._adapted.end_doubts(scheduled)
         self._stop_adapters()
         saves: list[SaveOrder] = []
-        unsure = self._unsure(scheduled)
+        unsure = self._unsure(foreign=foreign or self.loads_elsewhere(scheduled))
         for request_id, computed, count in scheduled:
             entry = self._ledger.entry(request_id)
             if entry is None:
@@ -392,15 +403,20 @@ class SchedulerSide:
         stages, unstaged = self._promises.take_stages(), self._promises.take_unstaged()
         return replace(orders, stages=stages, unstaged=unstaged) if stages or unstaged else orders
 
-    def _unsure(self, scheduled: Iterable[tuple[str, int, int]]) -> Collection[str]:
-        """New requests of a step in which another connector loads: whether that works is known after it.
+    def loads_elsewhere(self, scheduled: Iterable[tuple[str, int, int]]) -> bool:
+        """Whether another connector loads for one of these requests of a step."""
+        given = self._given
+        return bool(given) and any(computed > given.get(request_id, computed) for request_id, computed, _ in scheduled)
+
+    def _unsure(self, *, foreign: bool) -> Collection[str]:
+        """New requests of steps in which another connector loads: whether that works is known when they have ended.
 
         All of them: others may have found what is loaded in the engine's prefix cache already.
         """
-        if not self._given:
+        self._in_flight.append((foreign, tuple(self._given)))
+        if not any(loads for loads, _ in self._in_flight):
             return ()
-        foreign = any(computed > self._given.get(request_id, computed) for request_id, computed, _ in scheduled)
-        return self._given if foreign else ()
+        return frozenset(chain.from_iterable(given for _, given in self._in_flight))
 
     def update(self, report: RankReport | None, sent: Iterable[str], received: Iterable[str]) -> None:
         """What the workers report: progress, saves done, loads ended (by every rank)."""

@@ -102,7 +102,8 @@ class SeveralSchedulers:
             if (side := self._of.get(one[0])) is not None:
                 of[id(side)].append(one)
         lost = tuple(preempted)
-        return SeveralOrders(tuple(side.step(of[id(side)], lost, block_ids) for side in self.sides))
+        foreign = any(side.loads_elsewhere(of[id(side)]) for side in self.sides)
+        return SeveralOrders(tuple(side.step(of[id(side)], lost, block_ids, foreign=foreign) for side in self.sides))
 
     def update(self, report: SeveralReports | None, sent: Iterable[str], received: Iterable[str]) -> None:
         """What the workers report: names concern the side that knows them."""

@@ -38,9 +38,9 @@ class WatchedSide(SchedulerSide):
         self.seen: Counter[str] = Counter()
         super().__init__(*args, ranks=ranks, **more)
 
-    def step(self, *args: Any) -> StepOrders:
+    def step(self, *args: Any, **more: Any) -> StepOrders:
         """One step's orders."""
-        orders = super().step(*args)
+        orders = super().step(*args, **more)
         for load in orders.loads:
             self._under_way[load.request_id] = _Load(load, self._ranks, load.end)
         self.seen["staged"] += sum(load.staged > 0 for load in orders.loads)

@@ -20,6 +20,7 @@ from kvrelay.connector.core.tables import Blocks, Tables
 from kvrelay.connector.counters import Counters
 from kvrelay.connector.link import PoolLink
 from kvrelay.connector.scheduler_side import SchedulerSide, read_hand_over
+from kvrelay.connector.several import SeveralSchedulers
 from kvrelay.errors import ConfigError, PoolUnavailableError
 from kvrelay.identity.core.chunks import chain_seed, prompt_chunks
 from kvrelay.testing.pool import PoolThread
@@ -84,6 +85,7 @@ def make_side() -> Iterator[Callable[..., Side]]:
         start: bool = True,
         role: str = "kv_both",
         sync_loads: bool = False,
+        in_flight: int = 1,
         tables: Tables | None = None,
         **config: Any,
     ) -> Side:
@@ -97,6 +99,7 @@ def make_side() -> Iterator[Callable[..., Side]]:
             loads=role != "kv_producer",
             role=role,
             sync_loads=sync_loads,
+            in_flight=in_flight,
             counters=Counters(),
             make_link=lambda greet: PoolLink(address, name="D0", token=token, map_arena=False, greet=greet),
         )
@@ -396,6 +399,40 @@ def test_what_another_connector_loads_in_the_step_is_saved_when_it_is_known_to_b
     assert side.step([("r", 0, 40)], (), lambda _: TABLE).saves == ()
     (save,) = side.step([("r", 40, 60)], (), lambda _: TABLE).saves
     assert [(c.start, c.end) for c in save.chunks] == [(0, 64), (64, 100)]
+
+
+def test_what_another_connector_loads_is_not_saved_while_its_step_is_in_flight(
+    pool: PoolThread, make_side: Callable[..., Side]
+) -> None:
+    """1. Another claims 64 tokens. 2. Before that step has ended, a second request finds them in the prefix cache."""
+    side = make_side(pool.unix, in_flight=2)
+    side.new("loads")
+    side.ask("loads")
+    side.allocated("loads", TABLE, 0)
+    assert side.step([("loads", 64, 30)], (), lambda _: TABLE).saves == ()
+    side.new("shares")
+    side.ask("shares", 64)
+    side.allocated("shares", TABLE, 0)
+    assert side.step([("loads", 94, 6), ("shares", 64, 30)], (), lambda _: TABLE).saves == ()
+    saves = side.step([("loads", 100, 1), ("shares", 94, 6)], (), lambda _: TABLE).saves
+    assert [[(c.start, c.end) for c in save.chunks] for save in saves] == [[(0, 64), (64, 100)]] * 2
+
+
+def test_what_another_connector_loads_is_not_saved_into_the_pools_of_others_either(
+    pool: PoolThread, make_side: Callable[..., Side]
+) -> None:
+    """1. Another claims 64 tokens of P0's. 2. One of P1's finds them in the prefix cache, in the same step."""
+    sides = {name: make_side(pool.unix) for name in ("P0", "P1")}
+    several = SeveralSchedulers(sides)
+    for name, side in sides.items():
+        leg = {"handover": name, "leg": "decode", "prefill": name, "worker": "D1"}
+        several.on_new_request(name, PROMPT, 100, params={"kvrelay": leg}, salt=None)
+        side.ask(name, 0 if name == "P0" else 64)
+        several.allocated(name, TABLE, 0)
+    step = [("P0", 64, 36), ("P1", 64, 36)]
+    assert [part.saves for part in several.step(step, (), lambda _: TABLE).parts] == [(), ()]
+    after = several.step([("P0", 100, 1), ("P1", 100, 1)], (), lambda _: TABLE)
+    assert [len(part.saves) for part in after.parts] == [1, 1]
 
 
 @pytest.mark.parametrize("worked", [True, False])
