@@ -249,7 +249,7 @@ class SchedulerSide:
             return
         chain, chunks = made
         growth = Growth(chain, prompt.token_ids, chain.tokens) if self._config.save_decode else None
-        self._ledger.name(entry, chunks, growth)
+        self._ledger.name(entry, chunks, growth, prompt.token_ids)
         entry.doubted = name.lora is not None
         if prompt.skip:
             self._ledger.leave_unread(entry, prompt.skip)
@@ -384,11 +384,10 @@ class SchedulerSide:
             entry = self._ledger.entry(request_id)
             if entry is None:
                 continue
-            self._ledger.runs(entry)
+            self._ledger.runs(entry, put_off=request_id in unsure)
             if not entry.scheduled and not self._ledger.loads_now(entry):
                 self._first_scheduled(entry, computed)
             if request_id in unsure:
-                entry.put_off = True
                 continue
             if self._ledger.has_unsaved(entry, computed + count):
                 order = self._ledger.order_save(entry, computed + count, block_ids(request_id))

@@ -435,12 +435,13 @@ def test_what_another_connector_loads_is_not_saved_into_the_pools_of_others_eith
     assert [len(part.saves) for part in after.parts] == [1, 1]
 
 
+@pytest.mark.parametrize("save_decode", [True, False])
 @pytest.mark.parametrize("worked", [True, False])
 def test_what_was_computed_from_another_connectors_load_is_saved_at_the_requests_end(
-    pool: PoolThread, make_side: Callable[..., Side], worked: bool
+    pool: PoolThread, make_side: Callable[..., Side], worked: bool, save_decode: bool
 ) -> None:
     """1. Another claims 64 tokens; the step computes the rest of two prompts. 2. Both end with their first token."""
-    side = make_side(pool.unix)
+    side = make_side(pool.unix, save_decode=save_decode)
     tokens = list(PROMPT)
     for name in ("loads", "shares"):
         side.new(name, tokens)
@@ -466,6 +467,26 @@ def test_an_abort_while_another_connector_loads_saves_nothing(pool: PoolThread, 
     side.allocated("r", TABLE, 0)
     side.step([("r", 64, 36)], (), lambda _: TABLE)
     assert side.finished("r", 100, TABLE) is False
+    assert side.step((), (), lambda _: TABLE).saves == ()
+
+
+def test_an_abort_while_another_connector_loads_for_a_request_that_comes_back_saves_nothing(
+    pool: PoolThread, make_side: Callable[..., Side]
+) -> None:
+    """1. A request generates. 2. It is preempted. 3. Another loads its beginning. 4. It is aborted in that step."""
+    side = make_side(pool.unix)
+    tokens = list(PROMPT)
+    side.new("r", tokens)
+    side.ask("r")
+    side.allocated("r", TABLE, 0)
+    (save,) = side.step([("r", 0, 100)], (), lambda _: TABLE).saves
+    tokens.append(7)
+    side.update(RankReport(saves_ended={"r": 1}, loads={}, orders_ended={save.number: 1}), (), ())
+    side.step((), ("r",), lambda _: TABLE)
+    side.ask("r")
+    side.allocated("r", TABLE, 0)
+    assert side.step([("r", 64, 37)], (), lambda _: TABLE).saves == ()
+    assert side.finished("r", 101, TABLE) is False
     assert side.step((), (), lambda _: TABLE).saves == ()
 
 

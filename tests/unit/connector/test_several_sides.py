@@ -23,6 +23,7 @@ class Side:
         self.about_to_load = False
         self.idle = True
         self.others: list[Side] = []
+        self.foreign = False
 
     def share_engine(self, others: Sequence[Side]) -> None:
         self.others = list(others)
@@ -34,8 +35,11 @@ class Side:
         self.told.append(("matched", request_id, local))
         return 5, False
 
-    def step(self, scheduled: Any, preempted: Any, _: Any) -> StepOrders:
-        self.told.append(("step", tuple(scheduled), tuple(preempted)))
+    def loads_elsewhere(self, scheduled: Any) -> bool:
+        return bool(scheduled) and self.foreign
+
+    def step(self, scheduled: Any, preempted: Any, _: Any, *, foreign: bool) -> StepOrders:
+        self.told.append(("step", tuple(scheduled), tuple(preempted), foreign))
         return StepOrders(preempted=tuple(preempted))
 
     def reset(self) -> bool:
@@ -96,14 +100,16 @@ def test_what_another_side_is_about_to_load_is_waited_for(several: SeveralSchedu
     assert several.num_matched("nobody's", 0) == (0, False)
 
 
-def test_a_step_is_told_to_each_side_of_its_own_requests_and_preemptions_to_all(
-    several: SeveralSchedulers, sides: tuple[Side, Side]
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_step_is_told_to_each_side_of_its_own_requests_and_preemptions_and_others_loads_to_all(
+    several: SeveralSchedulers, sides: tuple[Side, Side], foreign: bool
 ) -> None:
     add(several, "a", "P0")
     add(several, "b", "P1")
+    sides[1].foreign = foreign
     orders = several.step([("a", 0, 5), ("b", 0, 6), ("c", 0, 7)], iter(["b"]), lambda _: [])
-    assert sides[0].told[-1] == ("step", (("a", 0, 5),), ("b",))
-    assert sides[1].told[-1] == ("step", (("b", 0, 6),), ("b",))
+    assert sides[0].told[-1] == ("step", (("a", 0, 5),), ("b",), foreign)
+    assert sides[1].told[-1] == ("step", (("b", 0, 6),), ("b",), foreign)
     assert len(orders.parts) == 2
 
 

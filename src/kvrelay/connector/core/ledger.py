@@ -120,10 +120,11 @@ class Ledger:
         self._entries[request_id] = entry
         return entry
 
-    def name(self, entry: Entry, chunks: tuple[Chunk, ...], growth: Growth | None) -> None:
-        """The names of a new request's chunks are known now."""
+    def name(self, entry: Entry, chunks: tuple[Chunk, ...], growth: Growth | None, known: Sequence[int] = ()) -> None:
+        """The names of a new request's chunks are known now. ``known``: see `Entry`."""
         entry.chunks = chunks
         entry.growth = growth
+        entry.known = known
 
     def may_look(self, entry: Entry) -> bool:
         """Whether a lookup makes sense for the request at all."""
@@ -232,9 +233,10 @@ class Ledger:
         entry.unread = True
         self.settle(entry, reason)
 
-    def runs(self, entry: Entry) -> None:
-        """The engine computes on the request in this step."""
+    def runs(self, entry: Entry, *, put_off: bool = False) -> None:
+        """The engine computes on the request in this step. ``put_off``: what that completes is not to be saved yet."""
         entry.ran = True
+        entry.put_off = len(entry.known) if put_off else None
 
     # --- what the engine asks ---
 
@@ -351,7 +353,6 @@ class Ledger:
         to hold do not, unless a ticket is to protect them.
         """
         chunks: list[Chunk] = []
-        entry.put_off = False
         prompt = entry.next_chunk < len(entry.chunks)
         while entry.next_end <= entry.certain(computed):
             chunks.append(entry.next())
@@ -404,13 +405,11 @@ class Ledger:
             return Finish(hold=False)
         if entry.growth is not None:
             computed = min(computed, entry.growth.known_tokens - 1)
-        if self._is_unsure(entry) and self._completes(entry, computed):
+        if not entry.in_question and self._is_unsure(entry) and self._completes(entry, computed):
             entry.held, entry.rest = True, (computed, block_ids)
             return Finish(hold=True)
-        if entry.growth is not None and (
-            entry.next_chunk >= len(entry.chunks)
-            or (entry.put_off and entry.growth.known_tokens > entry.prompt_tokens)  # so that step is over
-        ):
+        beyond = entry.growth is not None and entry.next_chunk >= len(entry.chunks)
+        if not entry.in_question and (beyond or entry.put_off is not None):
             self._save_late(entry, computed, block_ids)
         if entry.orders_ended < entry.orders * self._ranks:
             entry.held = True

@@ -155,8 +155,11 @@ class Entry(Struct, kw_only=True):
     """By all ranks together."""
     held: bool = False
     """Finished, and the engine keeps its blocks for our saves."""
-    put_off: bool = False
-    """What its last step completed was not ordered saved: what it came from may have failed to be loaded."""
+    known: Sequence[int] = ()
+    """Tokens of it that are certain: the engine's own list, to which it appends."""
+    put_off: int | None = None
+    """What its last step completed was not ordered saved: what it came from may have failed to be loaded. So many
+    tokens were certain then; once there are more, that step is over."""
     doubted: bool = False
     """It is being looked at whether its name still holds: nothing of it is saved until that is known."""
     rest: tuple[int, Sequence[Sequence[int]]] | None = None
@@ -182,6 +185,11 @@ class Entry(Struct, kw_only=True):
         if beyond < 0 or self.growth is None:
             return self.chunks[self.next_chunk]
         return self.growth.chunk(beyond)
+
+    @property
+    def in_question(self) -> bool:
+        """Whether its last step may yet turn out to have computed from what failed to be loaded."""
+        return self.put_off is not None and len(self.known) <= self.put_off
 
     def certain(self, computed: int) -> int:
         """How many of its first ``computed`` tokens the engine has accepted."""
