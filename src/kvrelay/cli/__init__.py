@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvrelay import __version__
+from kvrelay.cli.flags import CommandParser
 from kvrelay.cli.status import exit_status
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 VERBS = ("pool", "router", "up", "config")
@@ -17,7 +18,7 @@ VERBS = ("pool", "router", "up", "config")
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(prog="kvrelay", description="Prefill/decode disaggregation for vLLM.")
+    parser = CommandParser(prog="kvrelay", description="Prefill/decode disaggregation for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvrelay {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.cli import pool_admin, pool_ask, pool_bench
+from kvrelay.cli.flags import help_of, metavar_of
 from kvrelay.client.token import TOKEN_VARIABLE
 from kvrelay.errors import ConfigError
 from kvrelay.pool.settings import DEFAULT_LISTEN, flag_of, leaves
+from kvrelay.pool.tiers.config import FLAG_FORM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,13 +75,14 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         flag = flag_of(path)
         if flag is None:
             continue
-        options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "help": field.description}
+        options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "help": help_of(path, field)}
         if path == "tiers":
+            options["help"] = f"a lower tier: {FLAG_FORM}; repeat for more, fastest first"
             parser.add_argument(flag, metavar="TIER", action="append", **options)
         elif field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
-            parser.add_argument(flag, metavar="VALUE", **options)
+            parser.add_argument(flag, metavar=metavar_of(field), **options)
 
 
 def _asking(

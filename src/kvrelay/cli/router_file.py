@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.cli.flags import CommandParser
 from kvrelay.client.token import TOKEN_VARIABLE as POOL_TOKEN_VARIABLE
 from kvrelay.errors import ConfigError
 from kvrelay.router.config import RouterConfig, RouterSettings, check_settings
@@ -34,7 +35,7 @@ _SECRETS = {
 _PASSWORD = re.compile(r"^(\w+://)[^/@]*@")
 
 
-class FlagParser(argparse.ArgumentParser):
+class FlagParser(CommandParser):
     """Remembers which flags were given: ``given`` of what it parsed, and ``parser``, itself."""
 
     def parse_known_args(  # type: ignore[override]

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.cli.flags import help_of, metavar_of
 from kvrelay.errors import ConfigError
 from kvrelay.launch.core.config import Configuration, resolve
-from kvrelay.launch.core.settings import flag_of, leaves
+from kvrelay.launch.core.settings import NO_CONNECTOR, flag_of, leaves
+from kvrelay.profiles.registry import PROFILES
 
 if TYPE_CHECKING:
     from kvrelay.launch.core.plan import Plan
@@ -47,11 +49,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         flag = flag_of(path)
         if flag is None:
             continue
-        options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "help": field.description}
+        options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "help": help_of(path, field)}
         if field.annotation == bool | None:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
-            parser.add_argument(flag, metavar="N" if path.endswith(".count") else "VALUE", **options)
+            legal = (*PROFILES, NO_CONNECTOR) if path == "connector" else ()
+            parser.add_argument(flag, metavar="N" if path.endswith(".count") else metavar_of(field, legal), **options)
 
 
 def read_settings(args: argparse.Namespace) -> Configuration:

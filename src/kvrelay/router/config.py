@@ -236,7 +236,8 @@ def _need_problems(settings: RouterSettings) -> Iterator[str]:
 
 def _addresses(flag: str, urls: Sequence[str], problems: list[str]) -> tuple[Address, ...]:
     if not urls:
-        problems.append(f"no {flag} is given: name at least one vLLM server, such as {flag} http://127.0.0.1:8100")
+        port = 8100 if flag == "--prefill" else 8200
+        problems.append(f"no {flag} is given: name at least one vLLM server, such as {flag} http://127.0.0.1:{port}")
     found: list[Address] = []
     for url in urls:
         try:

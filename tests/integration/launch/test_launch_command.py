@@ -165,8 +165,9 @@ def test_arguments_that_the_router_or_the_pool_does_not_know_are_told_before_any
     model: Path,
 ) -> None:
     lines = refusals("up", model, "--port", "18994", "--router-args=--polcy random", "--pool-args=--foo")
-    assert "router: unrecognized arguments: --polcy random (from --router-args)" in lines
-    assert "pool: unrecognized arguments: --foo (from --pool-args)" in lines
+    near = "did you mean --router-policy?"
+    assert f"router: unrecognized arguments: --polcy random; {near} (from --router-args)" in lines
+    assert "pool: unrecognized arguments: --foo; see `kvrelay pool serve --help` (from --pool-args)" in lines
     assert any(line.startswith("router: ") and "help" in line for line in refusals("up", model, "--router-args=-h"))
 
 
