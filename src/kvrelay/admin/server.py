@@ -61,6 +61,7 @@ class AdminServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            log_level="warning",
             server_header=False,
             limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_S,

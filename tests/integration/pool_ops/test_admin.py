@@ -42,6 +42,11 @@ def test_probes_need_no_token_and_everything_else_does(pool: Served) -> None:
     assert "sesame" not in pool.log
 
 
+def test_a_pool_logs_nothing_of_the_server_below_its_admin_api(pool: Served) -> None:
+    assert httpx.get(pool.admin + "/health").status_code == 200
+    assert "uvicorn" not in pool.log
+
+
 def test_objects_are_seen_deleted_and_purged(pool: Served, api: httpx.Client) -> None:
     with pool.connect() as client:
         client.put_many([(b"key-%d" % number, memoryview(bytes(1000))) for number in range(5_000)])
