@@ -219,8 +219,10 @@ class Handover:
     @property
     def _overlaps(self) -> bool:
         """Whether the decode leg follows the prefill leg: not where more than its answer is waited for."""
-        overlapped = self.router.dispatch is Dispatch.OVERLAPPED and self.early is None
-        return overlapped and self.ticket is not None and not self.listens
+        if self.router.dispatch is not Dispatch.OVERLAPPED or self.early is not None or self.listens:
+            return False
+        tickets = self.router.tickets
+        return self.ticket is not None and tickets is not None and tickets.compatibility.can_follow
 
     def _refused(self, bypass: str) -> Refusal | None:
         """Why a request that must be proven cannot be, before anybody is asked."""

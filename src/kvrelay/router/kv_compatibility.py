@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvrelay.identity.core.compat import difference, known_as, strangers
-from kvrelay.router.core.kv.pool_keys import naming_of
+from kvrelay.router.core.kv.pool_keys import naming_of, takes_parts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -34,6 +34,9 @@ class KvCompatibility:
         self.naming: Naming | None = None
         """How the engines name KV in the pool, where the router can follow."""
 
+        self.can_follow = True
+        """Whether decode engines can follow a prefill that is under way: not those that load all or nothing."""
+
     def take(self, registered: Sequence[Engine]) -> None:
         """Compare. Engines that bear other names count only where none of the router's is registered.
 
@@ -41,6 +44,7 @@ class KvCompatibility:
         """
         ours = known_as(registered, self._names)
         self.naming = naming_of(ours or registered)
+        self.can_follow = all(map(takes_parts, ours or registered))
         apart = strangers(ours or registered)
         pairs: dict[frozenset[str], str] = {}
         for one, other in apart:

@@ -111,6 +111,7 @@ class TicketManager:
         pool again.
         """
         self.link = PoolLink(connect, metrics=metrics, compatibility=compatibility, on_arrival=self._begin_anew)
+        self.compatibility = compatibility
         self.deadline_s = deadline_s
         self._patience_s = patience_s
         self._metrics = metrics

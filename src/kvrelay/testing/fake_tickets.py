@@ -35,6 +35,8 @@ class FakePool:
         self.held: set[bytes] = set()
         """Keys of objects that are whole."""
         self.registered: list[Engine] = []
+        self.listed = asyncio.Event()
+        """Somebody has asked who is registered."""
         self.num_counted = 0
         """Questions for how much it holds."""
         self.num_asked = 0
@@ -119,6 +121,7 @@ class FakePool:
     async def engines(self) -> list[Engine]:
         """As the real one."""
         self._check()
+        self.listed.set()
         return self.registered
 
     async def close(self) -> None:

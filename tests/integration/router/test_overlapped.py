@@ -12,6 +12,7 @@ from kvrelay.router import prefilling
 from kvrelay.testing.fake_engine import DONE, FakeEngine, drop, fail, hang, stream
 from kvrelay.testing.fake_tickets import FakePool, a_proof
 from kvrelay.testing.raw_http import RawClient, get, post
+from kvrelay.wire.messages import Engine
 
 if TYPE_CHECKING:
     from kvrelay.testing.fake_engine import Behaviour, Exchange
@@ -63,9 +64,12 @@ async def stage(engine: Any, router: Any) -> Stage:
     return await make(engine, router)
 
 
-async def make(engine: Any, router: Any, *, prefills: int = 1, decodes: int = 1, **settings: Any) -> Stage:
+async def make(
+    engine: Any, router: Any, *, prefills: int = 1, decodes: int = 1, groups: str = "full_attention", **settings: Any
+) -> Stage:
     ps, ds = [await engine() for _ in range(prefills)], [await engine() for _ in range(decodes)]
     pool = FakePool()
+    pool.registered = [Engine(name, "kv_both", "ns", {"kv_groups": groups}) for name in ("P0", "D0")]
     service = await router(ps, ds, pool=pool.connect, dispatch="overlapped", **settings)
     return Stage(ps, ds, pool, service.port)
 
@@ -273,6 +277,26 @@ async def test_a_pool_that_is_lost_meanwhile_costs_the_proof_and_nothing_else(st
         stage.p_may.set()
         stage.d_may.set()
         assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize("groups", ["sliding_window(96)", "full_attention:2;sliding_window(96):0-1"])
+async def test_engines_that_load_all_or_nothing_are_asked_when_all_is_there(
+    engine: Any, router: Any, groups: str
+) -> None:
+    """What P has not written when D is asked, D would compute."""
+    stage = await make(engine, router, groups=groups)
+    async with asyncio.timeout(5.0):
+        await stage.pool.listed.wait()
+    stage.p.script(stage.when(stage.p_may))
+    async with await RawClient.open(stage.port) as client:
+        client.post("/v1/completions", {"prompt": "a"})
+        await stage.p.asked(1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await stage.d.asked(1)
+        stage.p_may.set()
+        assert (await client.answer()).status == 200
+    assert "overlapped" not in told(stage.d)
 
 
 @pytest.mark.parametrize("why", ["no ticket", "fail", "prompt_logprobs"])

@@ -36,10 +36,16 @@ def naming_of(engines: Sequence[Engine]) -> Naming | None:
         return None
     facts = engines[0].facts
     groups, chunk = facts.get("kv_groups", ""), facts.get("chunk_tokens", "")
-    if not groups or ";" in groups or "(" in groups or not (chunk.isascii() and chunk.isdigit()):
+    if not groups or not takes_parts(engines[0]) or not (chunk.isascii() and chunk.isdigit()):
         return None
     size = int(chunk)
     return Naming(engines[0].namespace, size) if MIN_CHUNK <= size <= MAX_CHUNK else None
+
+
+def takes_parts(engine: Engine) -> bool:
+    """Whether it can load part of a prompt: with windows, or layers of several kinds, it loads all or nothing."""
+    groups = engine.facts.get("kv_groups", "")
+    return ";" not in groups and "(" not in groups
 
 
 class Names(Struct, frozen=True):
