@@ -15,6 +15,7 @@ Protocol: ``python -m kvrelay.launch.guard GRACE_S -- ARGV...``. On standard out
 child runs, ``{"pid": 17}``, and one when it has ended, ``{"status": -9}`` (negative: killed by that signal). The guard
 exits when its subtree is empty. On standard input it takes ``t`` (SIGTERM to the child, SIGKILL to all that is left
 after ``GRACE_S`` seconds) and ``k`` (SIGKILL to all now); the end of the input, or SIGTERM to the guard, means ``t``.
+What is suspended (SIGSTOP) is continued after SIGTERM: it could not act on it.
 The child's output goes to the guard's standard error, its input is empty.
 """
 
@@ -115,7 +116,9 @@ class Guard:
             if pid == self._child:
                 self._ended = True
                 self._tell({"status": os.waitstatus_to_exitcode(status)})
-                kernel.signal_each(kernel.descendants(os.getpid()), signal.SIGTERM)
+                left = kernel.descendants(os.getpid())
+                kernel.signal_each(left, signal.SIGTERM)
+                kernel.signal_each(left, signal.SIGCONT)
                 self._kill_by(LEFTOVER_GRACE_S)
 
     def _patience(self) -> float | None:
@@ -136,6 +139,7 @@ class Guard:
         if not self._stopping and not self._ended:
             self._stopping = True
             kernel.signal_each({self._child} - {0}, signal.SIGTERM)
+            kernel.signal_each(kernel.descendants(os.getpid()), signal.SIGCONT)
             self._kill_by(self._grace_s)
 
     def _kill_by(self, seconds: float) -> None:

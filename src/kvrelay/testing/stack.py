@@ -6,6 +6,7 @@ they are idle: see `kvrelay.testing.resting`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -112,6 +113,23 @@ class RunningStack:
         pid = self.process(name)
         os.kill(pid, number)
         self._until(lambda: self.has_ended(name, pid), NOTICE_S, f"the end of {name}")
+
+    def suspend(self) -> None:
+        """Halt all processes but the launcher and its guards, those that others ask last; `resume` undoes it.
+
+        A stack that is stopped meanwhile, or whose launcher is killed, ends as any other: the guards continue it.
+        """
+        self._signal_groups(signal.SIGSTOP, reverse=True)
+
+    def resume(self) -> None:
+        """Let all processes run, those that others ask first."""
+        self._signal_groups(signal.SIGCONT)
+
+    def _signal_groups(self, number: int, *, reverse: bool = False) -> None:
+        processes = list(self._state()["processes"].values())
+        for process in reversed(processes) if reverse else processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process["pid"], number)
 
     def has_ended(self, name: str, pid: int) -> bool:
         """Whether the launcher has seen the end of the process that had this id, even if it has started another."""

@@ -178,6 +178,27 @@ def test_grandchildren_that_ignore_sigterm_or_left_the_session_are_ended_too(
     assert not any(map(alive, children))
 
 
+def test_a_suspended_child_is_continued_to_end_by_itself(start_up: Start, ports: Ports) -> None:
+    (port,) = ports(1)
+    up = start_up(serve("D0", "decode", 1, port, grace=600))
+    up.wait_ready()
+    pid = up.pid("D0")
+    os.killpg(pid, signal.SIGSTOP)
+    up.signal(signal.SIGTERM)
+    assert up.wait() == 0
+    assert not alive(pid)
+
+
+def test_killing_the_launcher_of_suspended_processes_leaves_nothing(start_up: Start, ports: Ports) -> None:
+    (port,) = ports(1)
+    up = start_up(serve("D0", "decode", 1, port, grace=600))
+    up.wait_ready()
+    pids = descendants(up.process.pid)
+    os.killpg(up.pid("D0"), signal.SIGSTOP)
+    up.signal(signal.SIGKILL)
+    up.until(lambda: not any(map(alive, pids)), "the end of all processes")
+
+
 def test_killing_the_launcher_leaves_nothing(start_up: Start, ports: Ports, tmp_path: Path) -> None:
     (port,) = ports(1)
     up = start_up(serve("D0", "decode", 1, port, "--children", str(tmp_path / "pids"), grace=1))
