@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ANSWER_S = 300.0
+FAILURES = (KvRelayError, OSError, http.client.HTTPException)
+"""What keeps one contestant from going on, and nobody else."""
 FIRST_ID, LAST_ID = 10, 2_000
 """Token ids of prompts: in the vocabulary of every model that is measured, none of them special."""
 DECODED = 256
@@ -58,6 +62,12 @@ class Engine:
         self._connect()
         return self._post(prompt, params, stream=False, max_tokens=tokens).read()
 
+    def hang_up(self) -> None:
+        """End the request under way, if there is one, from another thread; the engine aborts it."""
+        if (sock := self._connection.sock) is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
     def _connect(self) -> None:
         self._connection.close()
         self._connection.connect()
@@ -96,21 +106,28 @@ class Engine:
 
     @contextmanager
     def decoding(self, requests: int, model: str) -> Iterator[None]:
-        """Keep ``requests`` others decoding meanwhile."""
+        """Keep ``requests`` others decoding meanwhile. They stand still while the engine is suspended.
+
+        Raises:
+            KvRelayError: one of them has ended.
+        """
         stop = threading.Event()
+        engines = [Engine(self.url, model) for _ in range(requests)]
         threads = [
-            threading.Thread(target=_keep_decoding, args=(Engine(self.url, model), number, stop), daemon=True)
-            for number in range(requests)
+            threading.Thread(target=_keep_decoding, args=(engine, number, stop), daemon=True)
+            for number, engine in enumerate(engines)
         ]
         for thread in threads:
             thread.start()
         try:
             self._until_running(requests)
             yield
+            if not all(thread.is_alive() for thread in threads):
+                raise KvRelayError(f"fewer than {requests} requests were decoded at {self.url}")
         finally:
             stop.set()
-            for thread in threads:
-                thread.join(ANSWER_S)
+            for thread, engine in zip(threads, engines, strict=True):
+                _join(thread, engine)
 
     def _until_running(self, requests: int) -> None:
         deadline = time.monotonic() + SETTLE_S
@@ -121,8 +138,16 @@ class Engine:
 
 
 def _keep_decoding(engine: Engine, number: int, stop: threading.Event) -> None:
-    while not stop.is_set():
-        engine.complete(prompt_of(32, "background", number), tokens=DECODED)
+    with contextlib.suppress(*FAILURES):
+        while not stop.is_set():
+            engine.complete(prompt_of(32, "background", number), tokens=DECODED)
+
+
+def _join(thread: threading.Thread, engine: Engine) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while thread.is_alive() and time.monotonic() < deadline:
+        engine.hang_up()
+        thread.join(0.1)
 
 
 def prompt_of(tokens: int, *seed: object) -> list[int]:

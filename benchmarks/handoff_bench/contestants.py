@@ -29,8 +29,8 @@ class Contestant:
     longer_by: int = 0
     """Its prompts are so many tokens longer, and D computes so many more of them: it cannot hand over the others."""
 
-    restless: bool = False
-    """Its engines keep cores busy while they have nothing to do: they are halted while it is not its turn."""
+    keeps: bool = False
+    """P keeps a prompt's KV until D has read it, or for half a minute: what nobody will read is not announced."""
 
     @property
     def pooled(self) -> bool:
@@ -57,7 +57,7 @@ CONTESTANTS = {
         Contestant("kvrelay-native", "kvrelay", options={"packing": "native"}),
         Contestant("kvrelay-tcp", "kvrelay", over_tcp=True),
         Contestant("shared-storage", "shared-storage", caches=False, longer_by=1),
-        Contestant("nixl", "nixl", restless=True),
+        Contestant("nixl", "nixl", keeps=True),
     )
 }
 """By the name ``--only`` takes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -25,15 +25,21 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 32
 START_S = 600.0
+SETTLE_S = 0.02
+"""Before engines are suspended: what they still do for an answer that was given, they do in their own turn."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Memory for a model: a small KV cache, so that all of it is soon in use, and a pool for some dozens of prompts."""
+    """Memory for a model: a small KV cache, so that all of it is soon in use, and a pool for some dozens of prompts.
+
+    ``stack_bytes``: what a P, a D and a pool of it take, as measured.
+    """
 
     kv_bytes_per_token: int
     cache_tokens: int
     pool: str
+    stack_bytes: int
 
     @property
     def cache(self) -> str:
@@ -41,7 +47,10 @@ class Sizes:
         return f"{self.kv_bytes_per_token * self.cache_tokens >> 20}MiB"
 
 
-SIZES = {"tiny": Sizes(2 << 10, 16 << 10, "256MiB"), "smollm2": Sizes(45 << 10, 4 << 10, "1GiB")}
+SIZES = {
+    "tiny": Sizes(2 << 10, 16 << 10, "256MiB", 3200 << 20),
+    "smollm2": Sizes(45 << 10, 4 << 10, "1GiB", 6 << 30),
+}
 
 
 class Pair:
@@ -61,7 +70,7 @@ class Pair:
         if self._desk is not None:
             self._desk.close()
         with contextlib.suppress(OSError, KeyError):  # it may not have come so far
-            self._signal(signal.SIGCONT)
+            self._stack.resume()
         self._stack.stop()
 
     def legs(self, plain: RunningStack) -> Legs:
@@ -81,22 +90,18 @@ class Pair:
         )
 
     def rest(self) -> None:
-        """Halt engines that would take cores while it is another's turn."""
-        if self.contestant.restless:
-            self._signal(signal.SIGSTOP)
+        """Suspend it until its next turn."""
+        time.sleep(SETTLE_S)
+        self._stack.suspend()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """It is this one's turn meanwhile."""
-        self._signal(signal.SIGCONT)
+        """It is this one's turn meanwhile: it runs, and no other does."""
+        self._stack.resume()
         try:
             yield
         finally:
             self.rest()
-
-    def _signal(self, number: int) -> None:
-        for name in ("P0", "D0") if self.contestant.restless else ():
-            os.killpg(self._stack.process(name), number)
 
 
 class Engines:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from handoff_bench.asking import prompt_of
-from kvrelay.bench.section import Section
 from kvrelay.errors import KvRelayError
 
 if TYPE_CHECKING:
@@ -32,29 +29,19 @@ FEWEST = 5
 class Settings:
     """``repeats``: timed rounds of each case, after ``warmup`` that are not timed.
 
-    ``limit_s``: a case that takes longer ends with the rounds it has, at least `FEWEST`. ``decodes``: how many requests
-    D decodes meanwhile, case by case.
+    ``limit_s``: a contestant whose turns of a case have taken longer ends it with the rounds it has, at least `FEWEST`.
+    ``decodes``: how many requests D decodes meanwhile, case by case.
     """
 
     repeats: int
-    warmup: int = 5
+    warmup: int = 3
     limit_s: float = 120.0
     decodes: tuple[int, ...] = (0, DECODES)
 
     def rounds(self) -> Iterator[tuple[int, bool]]:
-        """Number each round, and say whether it counts: the first after a start are cold, the plain engine's too.
-
-        Raises:
-            KvRelayError: fewer than `FEWEST` counted rounds came about in time.
-        """
-        deadline = time.monotonic() + self.limit_s
+        """Number each round, and say whether it counts: the first after a start are cold, the plain engine's too."""
         for round_ in range(self.warmup + self.repeats):
-            counted = round_ - self.warmup
-            if time.monotonic() > deadline:
-                if counted < FEWEST:
-                    raise KvRelayError(f"{max(0, counted)} rounds in {self.limit_s:g} s")
-                return
-            yield round_, counted >= 0
+            yield round_, round_ >= self.warmup
 
 
 @dataclass(frozen=True)
@@ -87,13 +74,13 @@ class Legs:
     def check(self, length: int, what: str) -> None:
         """Prove that a hand-over of this length gives the right answer without computing the prompt again.
 
-        ``what``: is checked for; every prompt is handed over once.
+        ``what``: is checked for; a contestant hands every prompt over once.
 
         Raises:
             KvRelayError: it does not.
         """
         length += self.contestant.longer_by
-        prompt = prompt_of(length, "check", what, self.contestant.name, length)
+        prompt = prompt_of(length, "check", what)
         before = self.decode.external_tokens()
         _, ours = self.hand_over(prompt, tokens=CHECKED)
         right = json.loads(self.plain.complete(prompt, tokens=CHECKED))["choices"][0]["token_ids"]
@@ -109,7 +96,8 @@ class Legs:
     def other_prefilled(self, prompt: list[int], *seed: object) -> Iterator[None]:
         """Inside, P has computed another prompt as long: the machine is as it is after the prefill of a hand-over."""
         with self.desk.handover() as handover:
-            self.prefill.complete(prompt_of(len(prompt), "other", *seed), handover.prefill_params())
+            params = None if self.contestant.keeps else handover.prefill_params()
+            self.prefill.complete(prompt_of(len(prompt), "other", *seed), params)
             yield
 
     def prove_taken(self, before: float, tokens: int) -> None:
@@ -117,31 +105,3 @@ class Legs:
         taken = self.decode.external_tokens() - before
         if taken < tokens:
             raise KvRelayError(f"D took {taken:.0f} of {tokens} prompt tokens: the rest was computed again")
-
-
-class Table:
-    """Collects what contestants reach, length by length. ``section``: what there is so far."""
-
-    def __init__(self, settings: Settings, title: str, header: list[str]) -> None:
-        self.settings = settings
-        self.section = Section(title, header)
-
-    def run(self, legs: Legs, length: int) -> None:
-        """Measure one contestant at one length, after its answer has been checked; what it cannot do is noted."""
-        known = len(self.section.rows)
-        try:
-            legs.check(length, self.section.title)
-            self.add(legs, length)
-        except KvRelayError as error:
-            self.section.absent[f"{legs.contestant.name}, {length} tokens"] = str(error)
-            print(f"  {legs.contestant.name}, {length} tokens: {error}", file=sys.stderr, flush=True)
-        for row in self.section.rows[known:]:
-            print("  " + " | ".join(row), file=sys.stderr, flush=True)
-
-    def add(self, legs: Legs, length: int) -> None:
-        """Measure one contestant at one length. Raises `KvRelayError` when it cannot do it."""
-        raise NotImplementedError
-
-    def finish(self) -> Section:
-        """The table with its goals."""
-        return self.section

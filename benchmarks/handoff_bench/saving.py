@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from handoff_bench.asking import prompt_of
-from handoff_bench.legs import Table
-from kvrelay.bench.report import median, median_interval, spread
+from handoff_bench.cases import Case, Table, beyond, cell
+from kvrelay.bench.report import median, spread
 from kvrelay.bench.section import Goal
 from kvrelay.errors import KvRelayError
 
@@ -85,12 +85,48 @@ class Costs:
 
 
 def added(costs: dict[str, list[float]], kind: str, other: str) -> tuple[float, float, float]:
-    """What one kind of prompt costs beyond another: median of the rounds' differences, and its 95 % interval."""
-    differences = [one - less for one, less in zip(costs[kind], costs[other], strict=True)]
-    return median(differences), *median_interval(differences)
+    """Milliseconds that one kind of prompt costs beyond another: median of the rounds' differences, 95 % interval."""
+    found = beyond(costs[kind], costs[other])
+    assert found is not None
+    return found
 
 
-class SavingTable(Table):
+class SavingCase(Case):
+    """Rounds of one new prompt of each kind, in random order."""
+
+    def __init__(self, legs: Legs, length: int) -> None:
+        super().__init__(legs, length)
+        self.costs = Costs()
+        self._order = random.Random(length)
+        self._saved_before = 0.0
+        self._saved = 0
+
+    def begin(self, what: str) -> None:
+        """Count from here on what P saves."""
+        super().begin(what)
+        self._saved_before = self.legs.prefill.saved_tokens()
+
+    def warm_up(self, round_: int) -> None:
+        """One that is saved, as every third that is timed."""
+        _ask(self.legs, prompt_of(self.length, "saving", "warm-up", round_), KINDS[0])
+        self._saved += 1
+
+    def measure(self, round_: int, *, counts: bool) -> None:
+        """One of each kind."""
+        for kind in self._order.sample(KINDS, len(KINDS)):
+            first, core = _ask(self.legs, prompt_of(self.length, "saving", kind, round_), kind)
+            if counts:
+                self.costs.first_s[kind].append(first)
+                self.costs.threads_s[kind].append(core)
+        self._saved += 1
+
+    def end(self) -> None:
+        """Prove that P has saved what was to be saved, and no more."""
+        super().end()
+        _prove_saved(self.legs, self._saved_before, self._saved, self.length)
+
+
+class SavingTable(Table[SavingCase]):
     """Collects contestants' costs, of those that save to our pool."""
 
     def __init__(self, settings: Settings, kv_bytes_per_token: int) -> None:
@@ -111,64 +147,48 @@ class SavingTable(Table):
         )
         self._kv_bytes_per_token = kv_bytes_per_token
 
-    def add(self, legs: Legs, length: int) -> None:
-        """Measure one contestant at one length."""
-        if legs.pool:
-            self.note(legs.contestant.name, length, self._measure(legs, length))
+    def case(self, legs: Legs, length: int, decodes: int) -> SavingCase | None:  # noqa: ARG002
+        """Those that save to our pool."""
+        return SavingCase(legs, length) if legs.pool else None
 
-    def note(self, name: str, length: int, costs: Costs) -> None:
+    def note(self, cases: Sequence[SavingCase]) -> None:
+        """Add everyone's row."""
+        for case in cases:
+            self.judge(case.name, case.length, case.costs)
+
+    def judge(self, name: str, length: int, costs: Costs) -> None:
         """Add a contestant's row, and hold it against the goal."""
         saves = added(costs.first_s, "saved", "unsaved")
         core = added(costs.core_s, "saved", "unsaved")
-        own = median(costs.own_s), *median_interval(costs.own_s)
+        own = beyond(costs.own_s, [0.0] * len(costs.own_s))
+        assert own is not None
         looks = added(costs.first_s, "unsaved", "unknown")
         unsaved, rounds = costs.first_s["unsaved"], len(costs.first_s["unsaved"])
         copy = copy_s(length * self._kv_bytes_per_token)
-        ratio = 1 + (saves[0] - copy) / median(unsaved)
+        ratio = 1 + (saves[0] / 1e3 - copy) / median(unsaved)
         self.section.rows.append(
             [
                 name,
                 str(length),
                 f"{1e3 * median(unsaved):.1f} ±{spread(unsaved):.0%}",
-                *map(_interval, (saves, core, own)),
+                *(cell(value, 2) for value in (saves, core, own)),
                 f"{1e3 * copy:.2f}",
-                _interval(looks),
+                cell(looks, 2),
                 str(rounds),
             ]
         )
         self.section.figures[f"{name} {length}"] = {
             "unsaved_ms": 1e3 * median(unsaved),
-            "saving_ms": [1e3 * value for value in saves],
-            "saving_core_ms": [1e3 * value for value in core],
-            "own_core_ms": [1e3 * value for value in own],
-            "looking_ms": [1e3 * value for value in looks],
+            "saving_ms": list(saves),
+            "saving_core_ms": list(core),
+            "own_core_ms": list(own),
+            "looking_ms": list(looks),
             "copy_ms": 1e3 * copy,
             "ratio_beyond_copy": ratio,
         }
         if name == "kvrelay":
             what = f"prefill of {length} tokens, saved, less the copy / not saved"
             self.section.goals.append(Goal(what, 1.01, ratio, at_least=False, rounds=rounds))
-
-    def _measure(self, legs: Legs, length: int) -> Costs:
-        costs = Costs()
-        order = random.Random(length)
-        before = legs.prefill.saved_tokens()
-        rounds = 0
-        for round_, counts in self.settings.rounds():
-            for kind in order.sample(KINDS, len(KINDS)):
-                prompt = prompt_of(length, "saving", kind, legs.contestant.name, length, round_)
-                first, core = _ask(legs, prompt, kind)
-                if counts:
-                    costs.first_s[kind].append(first)
-                    costs.threads_s[kind].append(core)
-            rounds += 1
-        _prove_saved(legs, before, rounds, length)
-        return costs
-
-
-def _interval(value: Sequence[float]) -> str:
-    middle, low, high = (1e3 * part for part in value)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _ask(legs: Legs, prompt: list[int], kind: str) -> tuple[float, dict[int, float]]:

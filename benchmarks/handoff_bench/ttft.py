@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from handoff_bench.asking import prompt_of
-from handoff_bench.legs import Table
+from handoff_bench.cases import BASE, Case, Table, beyond, cell
 from kvrelay.bench.report import median, spread
 from kvrelay.bench.section import Goal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from handoff_bench.legs import Legs, Settings
-    from kvrelay.bench.section import Section
 
 
 HELD_TO_GOALS = ("kvrelay", "kvrelay-native")
@@ -23,55 +23,62 @@ HELD_TO_GOALS = ("kvrelay", "kvrelay-native")
 class Times:
     """Seconds, one of each in a round. ``plain``: a prefix hit in the engine without any connector."""
 
-    handed: list[float]
-    local: list[float]
-    plain: list[float]
+    handed: list[float] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
 
     @property
-    def overhead_ms(self) -> float:
-        """Median of the rounds' differences."""
-        return 1e3 * median([one - other for one, other in zip(self.handed, self.local or self.plain, strict=True)])
+    def overheads(self) -> list[float]:
+        """The rounds' differences; none where there is nothing to compare with."""
+        hits = self.local or self.plain
+        return [one - other for one, other in zip(self.handed, hits, strict=True)] if hits else []
 
 
-def measure(legs: Legs, length: int, decodes: int, settings: Settings) -> Times:
+class TtftCase(Case):
     """Rounds of: a fresh prompt handed over; the same again, now in D's cache; a cached one on the plain engine.
 
     P computes a prompt before both of what is compared: the processor's caches are as cold, and who answers has idled.
     On D's core the plain engine has answered before that.
-
-    Raises:
-        KvRelayError: D computed prompts again.
     """
-    times = Times([], [], [])
-    length += legs.contestant.longer_by
-    known = prompt_of(length, "plain", length)
-    legs.plain.complete(known)
-    before = legs.decode.external_tokens()
-    with contextlib.ExitStack() as background:
-        if decodes:
-            background.enter_context(legs.decode.decoding(decodes, legs.model))
-        done = 0
-        for round_, counts in settings.rounds():
-            done += 1
-            prompt = prompt_of(length, legs.contestant.name, length, decodes, round_)
-            taken = times if counts else Times([], [], [])
-            taken.handed.append(legs.hand_over(prompt)[0])
-            if legs.contestant.caches and not decodes:  # D has lost its core to the plain engine before either
-                legs.plain.stream(known)
-            with legs.other_prefilled(prompt, legs.contestant.name, decodes, round_):
-                if legs.contestant.caches:
-                    taken.local.append(legs.decode.stream(prompt)[0])
-                if not decodes:  # nobody decodes there
-                    taken.plain.append(legs.plain.stream(known)[0])
-    legs.prove_taken(before, done * legs.handed_over(length))
-    return times
+
+    def __init__(self, legs: Legs, length: int, decodes: int) -> None:
+        super().__init__(legs, length, decodes)
+        self.times = Times()
+        self._known = prompt_of(self.prompt_tokens, "plain")
+
+    def begin(self, what: str) -> None:
+        """Put a prompt into the plain engine's cache, too."""
+        self.legs.plain.complete(self._known)
+        super().begin(what)
+
+    def warm_up(self, round_: int) -> None:
+        """The plain engine answers last, as before each that is timed."""
+        super().warm_up(round_)
+        if not self.decodes:
+            self.legs.plain.stream(self._known)
+
+    def measure(self, round_: int, *, counts: bool) -> None:
+        """One of each."""
+        caches = self.legs.contestant.caches
+        prompt = prompt_of(self.prompt_tokens, "ttft", self.decodes, round_)
+        taken = self.times if counts else Times()
+        taken.handed.append(self.hand_over(prompt))
+        if caches and not self.decodes:  # D has lost its core to the plain engine before either
+            self.legs.plain.stream(self._known)
+        if not caches and self.decodes:
+            return
+        with self.legs.other_prefilled(prompt, "ttft", self.decodes, round_):
+            if caches:
+                taken.local.append(self.legs.decode.stream(prompt)[0])
+            if not self.decodes:  # nobody decodes there
+                taken.plain.append(self.legs.plain.stream(self._known)[0])
 
 
 def _cell(seconds: list[float]) -> str:
     return f"{1e3 * median(seconds):.1f} ±{spread(seconds):.0%}" if seconds else ""
 
 
-class TtftTable(Table):
+class TtftTable(Table[TtftCase]):
     """Collects contestants' times."""
 
     def __init__(self, settings: Settings, goal_ms: float) -> None:
@@ -83,50 +90,67 @@ class TtftTable(Table):
                 "contestant",
                 "prompt",
                 "decodes on D",
-                "overhead",
+                "overhead (95 %)",
                 "handed over",
                 "local hit",
                 "hit in plain vLLM",
+                f"overhead beyond {BASE}'s (95 %)",
+                f"handed over beyond {BASE}'s (95 %)",
                 "rounds",
             ],
         )
         self._goal_ms = goal_ms
-        self._overheads: dict[tuple[str, int, int], float] = {}
-        self._rounds: dict[tuple[str, int, int], int] = {}
 
-    def add(self, legs: Legs, length: int) -> None:
-        """Measure one contestant at one length."""
-        for decodes in self.settings.decodes if legs.contestant.caches else (0,):
-            self._note(legs.contestant.name, length, decodes, measure(legs, length, decodes, self.settings))
+    @property
+    def decodes(self) -> tuple[int, ...]:
+        """D idle, and beside decodes."""
+        return self.settings.decodes
 
-    def _note(self, name: str, length: int, decodes: int, times: Times) -> None:
-        overhead = self._overheads[name, length, decodes] = times.overhead_ms
-        self._rounds[name, length, decodes] = len(times.handed)
-        cells = [_cell(values) for values in (times.handed, times.local, times.plain)]
-        self.section.rows.append([name, str(length), str(decodes), f"{overhead:.1f}", *cells, str(len(times.handed))])
-        self.section.figures[f"{name} {length} {decodes}"] = {
-            "overhead_ms": overhead,
-            "handed_ms": 1e3 * median(times.handed),
-        }
-        for what, seconds in (("local_ms", times.local), ("plain_ms", times.plain)):
-            if seconds:
-                self.section.figures[f"{name} {length} {decodes}"][what] = 1e3 * median(seconds)
+    def case(self, legs: Legs, length: int, decodes: int) -> TtftCase:
+        """Everyone goes through every case."""
+        return TtftCase(legs, length, decodes)
 
-    def finish(self) -> Section:
-        """The table with its goals."""
-        for (name, length, decodes), overhead in self._overheads.items():
-            if name not in HELD_TO_GOALS:
-                continue
-            what, rounds = (
-                f"{name}: overhead of {length} tokens, {decodes} decodes",
-                self._rounds[name, length, decodes],
+    def note(self, cases: Sequence[TtftCase]) -> None:
+        """Add everyone's row."""
+        for length, decodes in {(case.length, case.decodes) for case in cases}:
+            self.compare(length, decodes, {case.name: case.times for case in cases})
+
+    def compare(self, length: int, decodes: int, times: Mapping[str, Times]) -> None:
+        """Add the rows of contestants, whose rounds were the same, and hold ours against the goals."""
+        base = times.get(BASE, Times())
+        for name, own in times.items():
+            intervals = {"overhead_ms": beyond(own.overheads, [0.0] * len(own.overheads))}
+            if name != BASE:
+                intervals["overhead_beyond_ms"] = beyond(own.overheads, base.overheads)
+                intervals["handed_beyond_ms"] = beyond(own.handed, base.handed)
+            self.section.rows.append(
+                [
+                    name,
+                    str(length),
+                    str(decodes),
+                    cell(intervals["overhead_ms"]),
+                    *map(_cell, (own.handed, own.local, own.plain)),
+                    cell(intervals.get("overhead_beyond_ms")),
+                    cell(intervals.get("handed_beyond_ms")),
+                    str(len(own.handed)),
+                ]
             )
-            self.section.goals.append(Goal(f"{what}, ms", self._goal_ms, overhead, at_least=False, rounds=rounds))
-            others = [
-                value for (other, *case), value in self._overheads.items()
-                if not other.startswith("kvrelay") and case == [length, decodes]
-            ]  # fmt: skip
-            if others:
-                less = f"{what}, less that of the best other, ms"
-                self.section.goals.append(Goal(less, 0.0, overhead - min(others), at_least=False, rounds=rounds))
-        return self.section
+            seconds = {"handed_ms": own.handed, "local_ms": own.local, "plain_ms": own.plain}
+            self.section.figures[f"{name} {length} {decodes}"] = {
+                "rounds": len(own.handed),
+                **{what: 1e3 * median(each) for what, each in seconds.items() if each},
+                **{what: list(value) for what, value in intervals.items() if value},
+            }
+            if name in HELD_TO_GOALS and own.overheads:
+                self._judge(name, length, decodes, times)
+
+    def _judge(self, name: str, length: int, decodes: int, times: Mapping[str, Times]) -> None:
+        own = times[name].overheads
+        what = f"{name}: overhead of {length} tokens, {decodes} decodes"
+        self.section.goals.append(
+            Goal(f"{what}, ms", self._goal_ms, 1e3 * median(own), at_least=False, rounds=len(own))
+        )
+        others = [beyond(own, other.overheads) for who, other in times.items() if not who.startswith("kvrelay")]
+        if less := [value[0] for value in others if value]:
+            goal = Goal(f"{what}, less that of the best other, ms", 0.0, max(less), at_least=False, rounds=len(own))
+            self.section.goals.append(goal)

@@ -14,9 +14,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_handoff.py"
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
-def test_a_contestant_goes_through_every_section() -> None:
+def test_contestants_go_through_every_section_in_turns() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--only", "kvrelay"],
+        [sys.executable, str(SCRIPT), "--quick", "--only", "kvrelay", "--only", "shared-storage"],
         capture_output=True,
         text=True,
         timeout=880,
@@ -29,3 +29,7 @@ def test_a_contestant_goes_through_every_section() -> None:
         assert section["absent"] == {}
         assert all(goal["value"] is not None for goal in section["goals"].values())
     assert results["ttft"]["kvrelay 257 0"]["handed_ms"] > 0
+    for case in ("257 0", "257 4"):
+        middle, low, high = results["ttft"][f"shared-storage {case}"]["handed_beyond_ms"]
+        assert low <= middle <= high
+    assert results["beside"]["shared-storage 257"]["handed_ratio"]

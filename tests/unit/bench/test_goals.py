@@ -105,8 +105,7 @@ def test_overheads_of_hand_overs_are_judged_from_enough_rounds_on(rounds: int, v
         return Times([0.1 + overhead_ms / 1e3] * rounds, [0.1] * rounds, [0.1] * rounds)
 
     table = TtftTable(Settings(repeats=rounds), goal_ms=5.0)
-    table._note("kvrelay", 1025, 0, times(4.0))
-    table._note("another", 1025, 0, times(3.0))
+    table.compare(1025, 0, {"kvrelay": times(4.0), "another": times(3.0)})
     section = table.finish()
     assert [goal.met for goal in section.goals] == verdicts
     assert [goal.bound for goal in section.goals] == [5.0, 0.0]
@@ -123,7 +122,7 @@ def test_saving_is_judged_by_what_it_adds_within_rounds_beyond_a_copy(adds_ms: f
             costs.threads_s[kind].append({1: 0.09 + drift, 2: adds_ms / 1e3 if kind == "saved" else 0.0})
     table = SavingTable(Settings(repeats=JUDGED_ROUNDS), kv_bytes_per_token=1)
     assert table.settings.repeats == MORE_ROUNDS * JUDGED_ROUNDS
-    table.note("kvrelay", 1025, costs)
+    table.judge("kvrelay", 1025, costs)
     figures = table.section.figures["kvrelay 1025"]
     assert figures["saving_ms"] == pytest.approx([adds_ms] * 3)
     assert figures["saving_core_ms"] == pytest.approx([adds_ms] * 3)
