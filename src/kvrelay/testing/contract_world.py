@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-SETTLE_S = 3.0
-"""An engine is ready when its ranks have their connections, or know that there is no pool."""
 FACTS = {"model": "truth"}
 
 
@@ -120,8 +118,7 @@ class ContractEngine:
             for rank, share in enumerate(shares(shape.tp, shape.pp))
         ]  # fmt: skip
         for rank in self.ranks:
-            for link in rank.links:
-                link.settle(SETTLE_S)
+            rank.settle()
         self.connector = self._connector()
         self.connector.watch(troubled=troubled)
         self.workers = [FakeWorker(self._worker(rank), rank, drafter=shape.drafter) for rank in self.ranks]

@@ -94,6 +94,8 @@ class PagedEngine:
             )
             for rank, share in enumerate(shares(*shape))
         ]  # fmt: skip
+        for rank in self.ranks:
+            rank.settle()
 
     # --- between steps ---
 

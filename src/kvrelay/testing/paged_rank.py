@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvrelay.testing.true_models import TrueModel
 
 STAGING_BYTES = 1 << 20
+SETTLE_S = 30.0
 
 
 class PagedRank:
@@ -93,6 +94,11 @@ class PagedRank:
             for links in (self.links[1:3], self.links[3:])
         )
         self.side.start(saver, loader, sync_loader)
+
+    def settle(self) -> None:
+        """Wait until it has its connections, or knows that there is no pool."""
+        for link in self.links:
+            link.settle(SETTLE_S)
 
     def blocks(self, layer: int) -> PagedLayer:
         """The pages of one of its layers, by its number in the whole model."""

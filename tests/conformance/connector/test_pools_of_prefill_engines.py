@@ -58,8 +58,7 @@ class SeveralEngine(ContractEngine):
             counters=self.counters, hold_s=shape.hold_s, load_s=shape.load_s, sync_s=shape.sync_s,
             pages=rank.pages,
         )  # fmt: skip
-        for link in second.links:
-            link.settle(5.0)
+        second.settle()
         self.others.append(second)
         names = {layer_name(layer): at for at, layer in enumerate(rank.own_layers)}
         both: Any = SeveralWorkers([rank.side, second.side])

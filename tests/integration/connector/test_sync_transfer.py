@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Any]
 
+WAIT_S = 30.0
 TOKENS = 200
 P_BLOCKS, D_BLOCKS = [3, 9, 1, 4, 12, 7, 20], [10, 2, 11, 0, 5, 19, 8]
 
@@ -225,8 +226,9 @@ def test_what_a_failed_one_left_in_the_prefix_cache_is_taken_by_nobody(
     """1. A request's synchronous load fails. 2. It is aborted before it computes again. 3. Another begins alike."""
     rng = random.Random(seed)
     prompt = [rng.randrange(50) for _ in range(60)]
-    p = PagedEngine(pool.unix, "P", rng, shape=(1, 1), caching=True, shm=True, hold_s=10.0)
-    d = PagedEngine(pool.unix, "D", rng, shape=(1, 1), caching=True, shm=True, sync_bytes=1 << 20)
+    patient: Any = {"shape": (1, 1), "caching": True, "shm": True, "hold_s": WAIT_S, "lookup_s": WAIT_S}
+    p = PagedEngine(pool.unix, "P", rng, **patient)
+    d = PagedEngine(pool.unix, "D", rng, sync_bytes=1 << 20, **patient)
     try:
         p.add("p", prompt, 1)
         while p.requests:
