@@ -50,10 +50,10 @@ class Shape:
     saves: bool = True
     loads: bool = True
     shm: bool = True
-    hold_s: float = 10.0
-    load_s: float = 5.0
-    lookup_s: float = 0.5
-    sync_s: float = 1.0
+    hold_s: float = 30.0
+    load_s: float = 30.0
+    lookup_s: float = 30.0
+    sync_s: float = 30.0
     sync_loads: bool = True
     """Where the engine can take them; else every load is asynchronous."""
     model: TrueModel = DENSE

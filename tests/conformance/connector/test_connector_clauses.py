@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., ContractEngine]
 
+BRIEF_S = 0.05
+"""How long a pool that says nothing is asked for a prompt."""
 SOON_S = 5.0
 """Sooner than any lease runs out by itself."""
 PROMPT = list(range(100, 170))
@@ -141,7 +143,7 @@ def test_asking_again_changes_nothing(pool: PoolThread, make_engine: Make) -> No
 
 def test_what_is_not_known_yet_is_none_and_not_asynchronous(pool: PoolThread, make_engine: Make) -> None:
     serve(make_engine(), "a", PROMPT)
-    engine = make_engine(lookup_s=10.0)
+    engine = make_engine()
     with silent(pool):
         request = waiting(engine, "b", PROMPT)
         assert engine.connector.get_num_new_matched_tokens(request, 0) == (None, False)
@@ -275,7 +277,7 @@ def test_a_load_goes_on_when_every_rank_has_ended_it(make_engine: Make) -> None:
 
 def test_requests_that_lose_their_blocks_and_are_asked_about_in_one_step_load_again(make_engine: Make) -> None:
     serve(make_engine(), "a", PROMPT)
-    engine = make_engine(settings=Settings(caching=False), lookup_s=10.0)
+    engine = make_engine(settings=Settings(caching=False))
     engine.add("b", PROMPT, 9)
     until(engine, lambda: engine.scheduler.requests["b"].num_output_tokens == 3)
     until(engine, lambda: not engine.connector.loading)
@@ -374,7 +376,7 @@ def test_reports_of_ranks_join_to_the_same_in_any_order() -> None:
 def test_a_finished_request_keeps_its_blocks_until_every_rank_has_saved_them(
     pool: PoolThread, make_engine: Make
 ) -> None:
-    engine = make_engine(tp=2)
+    engine = make_engine(tp=2, lookup_s=BRIEF_S)
     with silent(pool) as wake:
         engine.add("a", PROMPT, 1)
         until(engine, lambda: engine.connector.held)
@@ -388,7 +390,7 @@ def test_a_finished_request_keeps_its_blocks_until_every_rank_has_saved_them(
 
 
 def test_blocks_are_kept_no_longer_than_saves_may_take(pool: PoolThread, make_engine: Make) -> None:
-    engine = make_engine(hold_s=0.02)
+    engine = make_engine(hold_s=0.02, lookup_s=BRIEF_S)
     with silent(pool):
         engine.add("a", PROMPT, 1)
         until_idle(engine)
@@ -398,7 +400,7 @@ def test_blocks_are_kept_no_longer_than_saves_may_take(pool: PoolThread, make_en
 def test_waiting_for_saves_is_bounded_and_does_nothing_without_any(
     pool: PoolThread, make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(lookup_s=BRIEF_S)
     waits: list[float | None] = []
     wait = threading.Event.wait
     monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: _noted(waits, wait, self, timeout))
@@ -428,7 +430,7 @@ def test_preempted_blocks_are_not_read_once_the_step_has_begun(pool: PoolThread,
     """1. A request computes, its saves wait for a silent pool. 2. It is preempted. 3. Its blocks are another's, who
     fills them. 4. The pool wakes: what is sealed is the first one's, or nothing.
     """
-    engine = make_engine(settings=Settings(caching=False))
+    engine = make_engine(settings=Settings(caching=False), lookup_s=BRIEF_S)
     with silent(pool):
         engine.add("a", PROMPT, 8)
         until(engine, lambda: engine.scheduler.requests["a"].num_computed_tokens > 40)
@@ -450,7 +452,8 @@ POINTS = ["before its lookup", "looking", "claimable", "loading", "prefilling", 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_abort_at_any_point_leaves_nothing(pool: PoolThread, make_engine: Make, point: str) -> None:
     serve(make_engine(), "a", PROMPT)
-    engine = make_engine(lookup_s=10.0 if point == "looking" else 0.5, tp=2, sync_loads=point != "loading")
+    times = {"lookup_s": BRIEF_S} if point == "saving" else {}
+    engine = make_engine(tp=2, sync_loads=point != "loading", **times)
     fresh = [*PROMPT[:30], *range(900, 990)]
     if point in ("before its lookup", "looking"):
         with silent(pool):
@@ -596,7 +599,7 @@ def test_an_engine_that_slept_loads_what_it_lost(make_engine: Make) -> None:
 def test_the_scheduler_waits_for_a_silent_pool_no_longer_than_a_millisecond_a_step(
     pool: PoolThread, make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(lookup_s=10.0)
+    engine = make_engine()
     waited = 0.0
     pump = Lead.pump
 
