@@ -90,10 +90,13 @@ class TroubledPool:
         if problems:
             raise problems[0]
 
-    def end(self) -> None:
-        """Stop it, nobody being connected any more: nothing is leased or half written."""
+    def check_idle(self) -> None:
+        """Nobody is connected any more: nothing is leased or half written."""
         with PoolClient.connect(self.address, name="auditor") as auditor:
             stats = auditor.stat()
         assert (stats["leases"], stats["unsealed"], stats["corrupt"]) == (0, 0, 0)
         self.check_integrity()
+
+    def close(self) -> None:
+        """Stop it."""
         self.pool.__exit__()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,12 +73,12 @@ def router(pool: PoolThread) -> Iterator[PoolClient]:
 @pytest.fixture
 def make_engine(kind: type[ContractEngine], pool: PoolThread) -> Iterator[Callable[..., ContractEngine]]:
     """``make_engine(name, **shape)``: an engine on the pool, stopped after the test."""
-    engines: list[ContractEngine] = []
+    numbers, engines = itertools.count(), ExitStack()
 
     def make(name: str = "E", **shape: Any) -> ContractEngine:
-        engines.append(kind(pool.unix, f"{name}{len(engines)}", random.Random(7), Shape(**shape)))
-        return engines[-1]
+        engine = kind(pool.unix, f"{name}{next(numbers)}", random.Random(7), Shape(**shape))
+        engines.callback(engine.close)
+        return engine
 
-    yield make
-    for engine in engines:
-        engine.close()
+    with engines:
+        yield make

@@ -190,17 +190,25 @@ class World:
         self.pool.check(self.truth)
         for engine in self.engines:
             engine.close()
-        self.pool.end()
+        self.pool.check_idle()
+
+    def close(self) -> None:
+        """Stop what is left of it, whatever happened."""
+        with contextlib.ExitStack() as left:
+            left.callback(self.pool.close)
+            for engine in self.engines:
+                left.callback(engine.close)
+            left.callback(self.router.close)
 
 
 def live(seed: int, directory: Path, kind: type[ContractEngine], model: TrueModel = DENSE) -> World:
     """One world, from its beginning to its end."""
-    world = World(seed, directory, kind, model)
-    for turn in range(TURNS):
-        world.turn()
-        if turn % 100 == 99:
-            world.pool.check(world.truth)
-    world.end()
+    with contextlib.closing(World(seed, directory, kind, model)) as world:
+        for turn in range(TURNS):
+            world.turn()
+            if turn % 100 == 99:
+                world.pool.check(world.truth)
+        world.end()
     return world
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -257,16 +258,17 @@ def shares_of(tp: int, pp: int = 1) -> list[RankShare]:
 @pytest.fixture
 def make_rank() -> Iterator[Callable[..., Rank]]:
     """``make_rank(address, **options)``: a `Rank`, stopped after the test."""
-    ranks: list[Rank] = []
+    others = set(threading.enumerate())
+    with ExitStack() as ranks:
 
-    def make(address: str, **options: Any) -> Rank:
-        ranks.append(Rank(address, **options))
-        return ranks[-1]
+        def make(address: str, **options: Any) -> Rank:
+            rank = Rank(address, **options)
+            ranks.callback(rank.close)
+            return rank
 
-    yield make
-    for rank in ranks:
-        rank.close()
-    names = [thread.name for thread in threading.enumerate() if thread.name.endswith(("saves", "loads", "loads 0"))]
+        yield make
+    threads = set(threading.enumerate()) - others
+    names = [thread.name for thread in threads if thread.name.endswith(("saves", "loads", "loads 0"))]
     assert not names, "threads were left behind"
 
 

@@ -7,6 +7,7 @@ threads' own timing is left to the machine: what is asserted holds whatever it i
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -113,16 +114,23 @@ class World:
         self.check_pool()
         for engine in self.engines:
             engine.close()
-        self.pool.end()
+        self.pool.check_idle()
+
+    def close(self) -> None:
+        """Stop what is left of it, whatever happened."""
+        with ExitStack() as left:
+            left.callback(self.pool.close)
+            for engine in self.engines:
+                left.callback(engine.close)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_byte_is_wrong_whatever_happens(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrelay.connector.worker_side.DRAIN_S", 0.005)
-    world = World(seed, tmp_path)
-    for turn in range(STEPS):
-        world.turn()
-        if turn % 50 == 49:
-            world.check_pool()
-    world.end()
+    with closing(World(seed, tmp_path)) as world:
+        for turn in range(STEPS):
+            world.turn()
+            if turn % 50 == 49:
+                world.check_pool()
+        world.end()
     assert world.checked > 0, "nothing was ever saved"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,18 +36,20 @@ LAST = len(PROMPT) - 1
 @pytest.fixture
 def make_engine(pool: PoolThread, tmp_path: Path) -> Iterator[Make]:
     engines: list[PagedEngine] = []
+    ends = ExitStack()
 
     def make(name: str, **more: Any) -> PagedEngine:
         options: dict[str, Any] = {"shape": (1, 1), "caching": False, "shm": True}
         options |= {"hold_s": WAIT_S, "load_s": WAIT_S, "lookup_s": WAIT_S}
         options |= {"adapters": Adapters(DigestCache(tmp_path / f"{name}.json")), **more}
         engines.append(PagedEngine(pool.unix, name, random.Random(name), **options))
+        ends.callback(engines[-1].close)
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.drain(WAIT_S)
-        engine.close()
+    with ends:
+        yield make
+        for engine in engines:
+            engine.drain(WAIT_S)
 
 
 def write(folder: Path, weights: str) -> Path:

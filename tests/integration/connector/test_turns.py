@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,15 +32,17 @@ NEW = 31
 @pytest.fixture
 def make_engine(pool: PoolThread) -> Iterator[Make]:
     engines: list[PagedEngine] = []
+    ends = ExitStack()
 
     def make(name: str, **more: Any) -> PagedEngine:
         engines.append(new_engine(pool, name, **more))
+        ends.callback(engines[-1].close)
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.drain(WAIT_S)
-        engine.close()
+    with ends:
+        yield make
+        for engine in engines:
+            engine.drain(WAIT_S)
 
 
 def new_engine(pool: PoolThread, name: str, **more: Any) -> PagedEngine:
@@ -120,13 +123,12 @@ def test_what_the_engine_still_has_is_saved_to_the_pool_that_takes_the_place_of_
     with PoolThread(tmp_path) as pool:
         engine = new_engine(pool, "P", caching=True)
         run(engine, PROMPT)
-    with PoolThread(tmp_path) as successor:
+    with PoolThread(tmp_path) as successor, closing(engine):
         deadline = time.monotonic() + WAIT_S
         while stored(successor, engine, PROMPT) < len(chunks_of(engine.side, PROMPT)):
             assert time.monotonic() < deadline
             run(engine, PROMPT)  # its connections find the successor when they do
         engine.drain(WAIT_S)
-        engine.close()
 
 
 def test_tenants_do_not_meet(make_engine: Make) -> None:
