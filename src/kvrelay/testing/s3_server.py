@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from typing import TYPE_CHECKING
+
+from kvrelay.launch.host import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,19 +20,13 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-se
 """What moto accepts: anything."""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class S3Server:
     """The server, with one ``bucket``. ``endpoint`` is its address."""
 
     bucket = "kvrelay"
 
-    def __init__(self, port: int | None = None) -> None:
-        self.port = port or _free_port()
+    def __init__(self) -> None:
+        (self.port,) = free_ports(1, taken=set())
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._start()
 

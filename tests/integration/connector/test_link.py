@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -91,11 +92,14 @@ def test_an_idle_link_does_not_keep_the_memory_of_a_pool_that_died(tmp_path: Pat
 def test_a_link_goes_on_trying_when_its_process_has_no_descriptor_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries = iter(range(3))
+    tries, seen = itertools.count(), threading.Event()
     make = Address.new_socket
 
     def scarce(address: Address) -> Any:
-        if next(tries, None) is not None:
+        number = next(tries)
+        if number == 1:
+            seen.wait(10.0)
+        if number < 3:
             raise OSError(errno.EMFILE, "Too many open files")
         return make(address)
 
@@ -106,6 +110,8 @@ def test_a_link_goes_on_trying_when_its_process_has_no_descriptor_left(
         link.settle(10.0)
         try:
             assert not link.hopeful
+            assert link.client() is None
+            seen.set()
             deadline = time.monotonic() + 10.0
             while (client := link.client()) is None:
                 assert time.monotonic() < deadline, "it has given up"
