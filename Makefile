@@ -14,6 +14,7 @@ help: ## list the targets
 # Debian packages: libnuma1 is linked by vLLM for CPUs, lscpu is run by it, python3-venv makes the environment where Python
 # comes from Debian. Whoever compiles models (no --enforce-eager) also needs g++ and Python's headers: kvrelay up says so.
 system: ## install the system packages that are missing (as root; else it prints the command)
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing; install it, or name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@missing=""; \
 	$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing="$$missing libnuma1"; \
 	command -v lscpu >/dev/null || missing="$$missing util-linux"; \
