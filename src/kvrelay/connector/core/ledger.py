@@ -395,7 +395,7 @@ class Ledger:
 
         What its last step accepted was not certain when that step began: it is saved now. The last token of all is not
         in the blocks, or not yet. If that step also loaded, what it computed is saved when every rank has told how; if
-        its name is in doubt, when that is over.
+        its name is in doubt, when that is over. If it was put off, it is saved only if that step is known to be over.
         """
         was = entry.phase
         self._drop_lease(entry)
