@@ -244,14 +244,15 @@ def ask_and_kill(
     *seed: object,
     length: int,
     pid: int | None = None,
+    number: int = signal.SIGKILL,
     headers: dict[str, str] | None = None,
     through: Callable[[Question], Answer] | None = None,
 ) -> tuple[Question, Answer]:
     """Ask, kill ``victim`` as soon as ``when`` says so, and wait for the answer.
 
     A prompt that is answered before the moment was seen is followed by another. ``pid``: the process of ``victim`` to
-    kill, if not the one that was started; the rest of it must follow by itself. ``through``: asks, if not the stack's
-    own router is to be asked.
+    kill, if not the one that was started; the rest of it must follow by itself. ``number``: of the signal. ``through``:
+    asks, if not the stack's own router is to be asked.
     """
     started = stack.process(victim)
     through = through or partial(ask, stack, timeout_s=DEADLINE_S, headers=headers)
@@ -264,7 +265,7 @@ def ask_and_kill(
             answer = threads.submit(through, question)
             while not answer.done():
                 if when(pool):
-                    os.kill(pid or started, signal.SIGKILL)
+                    os.kill(pid or started, number)
                     eventually(lambda: stack.has_ended(victim, started), bool, f"end of {victim}", within_s=60.0)
                     return question, answer.result()
     pytest.fail(f"{ATTEMPTS} prompts were answered before the moment to kill {victim} was seen")
