@@ -60,7 +60,8 @@ class PoolConfig(NamedTuple):
     def rules(self) -> Rules:
         """How the pool treats its objects."""
         marks = self.settings.watermarks
-        return Rules(high=marks.high, low=marks.low, ttl_s=self.settings.ttl_s)
+        rules = Rules(high=marks.high, low=marks.low, ttl_s=self.settings.ttl_s)
+        return rules.with_tiers() if self.tiers else rules
 
     @property
     def needs_token(self) -> bool:
@@ -116,10 +117,12 @@ def resolve(
 def show(config: PoolConfig) -> str:
     """The effective settings as TOML, each with its origin; those that are not set are comments. No secrets in it."""
     lines = []
+    marks = {"watermarks.high": config.rules.high, "watermarks.low": config.rules.low}
     for path in leaves():
         value: Any = config.settings.model_dump(mode="json")
         for name in path.split("."):
             value = value[name]
+        value = marks.get(path, value)
         if value is None or (value == [] and config.origins[path] == "default"):
             lines.append(f"# {path} is not set")
         else:

@@ -101,8 +101,11 @@ class TenantSettings(Settings):
 class WatermarkSettings(Settings):
     """When room is made before it is asked for."""
 
-    high: Fraction = Field(default=1.0, description="share of the arena in use above which objects are evicted")
-    low: Fraction = Field(default=1.0, description="share down to which they are")
+    high: Fraction = Field(
+        default=1.0,
+        description="share of the arena in use above which objects are evicted; with tiers 0.9 instead of 1",
+    )
+    low: Fraction = Field(default=1.0, description="share down to which they are; with tiers 0.8 instead of 1")
 
 
 class AdminSettings(Settings):

@@ -143,6 +143,15 @@ def test_what_is_shown_can_be_used_as_a_file(tmp_path: Path) -> None:
     assert "numa_nodes = [0, 1]" in show(config)
 
 
+def test_the_watermarks_that_count_with_tiers_are_shown() -> None:
+    tiers = {"tiers": ["disk:/ssd:1GiB"]}
+    assert (resolve({}, {}).rules.high, resolve(tiers, {}).rules.high) == (1.0, 0.9)
+    assert "watermarks.high = 0.9 " in show(resolve(tiers, {}))
+    assert "watermarks.low = 0.8 " in show(resolve(tiers, {}))
+    assert "watermarks.low = 0.5 " in show(resolve({**tiers, "watermarks.low": "0.5"}, {}))
+    assert "watermarks.high = 0.95 " in show(resolve({**tiers, "watermarks.high": "0.95", "watermarks.low": "0.7"}, {}))
+
+
 def test_tiers_are_tables_of_the_file_or_short_flags(tmp_path: Path) -> None:
     (tmp_path / "pool.toml").write_text('[[tiers]]\nkind = "disk"\npath = "ssd"\nsize = "1GiB"\n')
     (tier,) = load({}, {}, tmp_path / "pool.toml").tiers

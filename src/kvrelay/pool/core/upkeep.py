@@ -36,6 +36,12 @@ class Rules(Struct, frozen=True, kw_only=True):
     ttl_s: float = 0.0
     """How long an object lives whose writer does not say."""
 
+    def with_tiers(self) -> Rules:
+        """What counts where there are lower tiers."""
+        if self.high < 1.0:
+            return self
+        return Rules(high=TIERED_HIGH, low=min(self.low, TIERED_LOW), ttl_s=self.ttl_s)
+
 
 class _Mark:
     """Where eviction at the watermarks stands: of the whole arena, or of one tenant's share."""
@@ -109,9 +115,7 @@ class Upkeep:
 
     def tiered(self) -> None:
         """From now on there are lower tiers."""
-        if self.rules.high >= 1.0:
-            low = min(self.rules.low, TIERED_LOW)
-            self.rules = Rules(high=TIERED_HIGH, low=low, ttl_s=self.rules.ttl_s)
+        self.rules = self.rules.with_tiers()
         lower = self._seeking.lower
         if lower is not None and lower.demotes:
             self._marks += [_Mark(tenant) for tenant in range(len(self.quotas))]
