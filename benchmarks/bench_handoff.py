@@ -83,18 +83,21 @@ def parse() -> argparse.Namespace:
 def start(
     engines: Engines, names: Sequence[str], plain: RunningStack, tables: Mapping[str, Table[Any]], running: ExitStack
 ) -> Iterator[tuple[Pair, Legs]]:
-    """Start pairs, one after the other, and suspend each; why one does not run is noted in the tables."""
-    for name in names:
-        tell(f"{name}: starting")
-        pair = running.enter_context(engines.start_pair(CONTESTANTS[name]))
-        plain.wait_ready(START_S)
+    """Start pairs, all of them before the first is waited for. Each is suspended when it is ready.
+
+    Why one does not run is noted in the tables.
+    """
+    tell(f"{', '.join(names)}: starting")
+    pairs = [running.enter_context(engines.start_pair(CONTESTANTS[name])) for name in names]
+    plain.wait_ready(START_S)
+    for pair in pairs:
         try:
             legs = pair.legs(plain)
             engines.fill(legs)
         except FAILURES as error:
-            tell(f"  {error}")
+            tell(f"  {pair.contestant.name}: {error}")
             for table in tables.values():
-                table.section.absent[name] = str(error).splitlines()[-1]
+                table.section.absent[pair.contestant.name] = str(error).splitlines()[-1]
             continue
         pair.rest()
         yield pair, legs

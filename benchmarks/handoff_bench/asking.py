@@ -19,7 +19,10 @@ from kvrelay.testing.stack import Counters
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-ANSWER_S = 300.0
+ANSWER_S = 60.0
+"""Who takes longer for a request, or for the next part of its answer, has failed: others wait for their turns."""
+SUSPENDED_S = 900.0
+"""The same for requests that stand still while others have their turns."""
 FAILURES = (KvRelayError, OSError, http.client.HTTPException)
 """What keeps one contestant from going on, and nobody else."""
 FIRST_ID, LAST_ID = 10, 2_000
@@ -35,11 +38,11 @@ class Engine:
     A server closes a connection that has been idle for some seconds: none is kept.
     """
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, answer_s: float = ANSWER_S) -> None:
         self.url = url
         self._model = model
         where = urlsplit(url)
-        self._connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=ANSWER_S)
+        self._connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=answer_s)
 
     def stream(
         self, prompt: Sequence[int], params: dict[str, Any] | None = None, *, tokens: int = 1
@@ -112,7 +115,7 @@ class Engine:
             KvRelayError: one of them has ended.
         """
         stop = threading.Event()
-        engines = [Engine(self.url, model) for _ in range(requests)]
+        engines = [Engine(self.url, model, SUSPENDED_S) for _ in range(requests)]
         threads = [
             threading.Thread(target=_keep_decoding, args=(engine, number, stop), daemon=True)
             for number, engine in enumerate(engines)
