@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[PoolThread]:
+    """In a thread; its books must balance when that has ended, and nobody writes in them any more."""
     with PoolThread(tmp_path) as thread:
         yield thread
     thread.server.core.check_integrity()

@@ -59,7 +59,7 @@ def kind(request: pytest.FixtureRequest) -> type[ContractEngine]:
 def pool(tmp_path: Path) -> Iterator[PoolThread]:
     with PoolThread(tmp_path) as thread:
         yield thread
-        thread.server.core.check_integrity()
+    thread.server.core.check_integrity()
 
 
 @pytest.fixture

@@ -25,11 +25,9 @@ from kvrelay.connector.saver import Saver  # noqa: E402
 from kvrelay.connector.staging import Staging  # noqa: E402
 from kvrelay.connector.worker_side import WorkerSide  # noqa: E402
 from kvrelay.identity.core.chunks import Chunk, chain_seed, prompt_chunks  # noqa: E402
-from kvrelay.testing.pool import PoolThread  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from kvrelay.connector.codec import Codec
     from kvrelay.connector.core.orders import LoadOutcome
@@ -41,14 +39,6 @@ GEOMETRY = KvGeometry.dense(layers=4, kv_heads=4, head_size=32, item_bytes=4)
 LATENT = replace(GROUP, heads=1, head_size=72, planes=1)
 CHUNK = 48
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[PoolThread]:
-    """A pool in a thread; its books must balance when the test is over."""
-    with PoolThread(tmp_path) as thread:
-        yield thread
-        thread.server.core.check_integrity()
 
 
 class Rank:
