@@ -56,6 +56,11 @@ class Side(SchedulerSide):
             assert time.monotonic() < deadline
             self.step((), (), lambda _: TABLE)
 
+    def give(self, request_id: str, local: int) -> None:
+        """Give blocks to a request of which nothing is to be loaded, in the step that asks of it and has its answer."""
+        assert self.num_matched(request_id, local) == (0, False)
+        self.allocated(request_id, TABLE, 0)
+
     def reason(self, request_id: str) -> Reason:
         """Why less than all of a request is loaded."""
         entry = self._ledger.entry(request_id)
@@ -406,13 +411,12 @@ def test_what_another_connector_loads_is_not_saved_while_its_step_is_in_flight(
 ) -> None:
     """1. Another claims 64 tokens. 2. Before that step has ended, a second request finds them in the prefix cache."""
     side = make_side(pool.unix, in_flight=2)
-    side.new("loads")
-    side.ask("loads")
-    side.allocated("loads", TABLE, 0)
+    for name, local in (("loads", 0), ("shares", 64)):
+        side.new(name)
+        side.ask(name, local)
+    side.give("loads", 0)
     assert side.step([("loads", 64, 30)], (), lambda _: TABLE).saves == ()
-    side.new("shares")
-    side.ask("shares", 64)
-    side.allocated("shares", TABLE, 0)
+    side.give("shares", 64)
     assert side.step([("loads", 94, 6), ("shares", 64, 30)], (), lambda _: TABLE).saves == ()
     saves = side.step([("loads", 100, 1), ("shares", 94, 6)], (), lambda _: TABLE).saves
     assert [[(c.start, c.end) for c in save.chunks] for save in saves] == [[(0, 64), (64, 100)]] * 2
@@ -428,6 +432,8 @@ def test_what_another_connector_loads_is_not_saved_into_the_pools_of_others_eith
         leg = {"handover": name, "leg": "decode", "prefill": name, "worker": "D1"}
         several.on_new_request(name, PROMPT, 100, params={"kvrelay": leg}, salt=None)
         side.ask(name, 0 if name == "P0" else 64)
+    for name, side in sides.items():
+        assert side.num_matched(name, 0 if name == "P0" else 64) == (0, False)
         several.allocated(name, TABLE, 0)
     step = [("P0", 64, 36), ("P1", 64, 36)]
     assert [part.saves for part in several.step(step, (), lambda _: TABLE).parts] == [(), ()]
@@ -443,10 +449,12 @@ def test_what_was_computed_from_another_connectors_load_is_saved_at_the_requests
     """1. Another claims 64 tokens; the step computes the rest of two prompts. 2. Both end with their first token."""
     side = make_side(pool.unix, save_decode=save_decode)
     tokens = list(PROMPT)
-    for name in ("loads", "shares"):
+    cached = {"loads": 0, "shares": 64}
+    for name, local in cached.items():
         side.new(name, tokens)
-        side.ask(name, 0 if name == "loads" else 64)
-        side.allocated(name, TABLE, 0)
+        side.ask(name, local)
+    for name, local in cached.items():
+        side.give(name, local)
     assert side.step([("loads", 64, 36), ("shares", 64, 36)], (), lambda _: TABLE).saves == ()
     tokens.append(7)
     computed = 100 if worked else 40  # the engine says how far it got, after what failed
@@ -832,6 +840,18 @@ class TestPromises:
         """The workers have ended staging."""
         side.update(RankReport({}, {}, stages={number: outcome}), (), ())
 
+    def until_lost(self, client: PoolClient, side: Side) -> Lost:
+        """Ask and step until the engine, which has heard from the pool by then, tells of a loss."""
+        notes: list[bytes] = []
+
+        def told(_: StepOrders) -> bool:
+            notes.extend(client.collect("ho-1", 0.0))
+            return bool(notes)
+
+        self.until(side, told)
+        (note,) = notes
+        return msgspec.json.decode(note, type=Lost)
+
     def lost(self, client: PoolClient) -> Lost:
         (note,) = client.collect("ho-1", WAIT_S)
         return msgspec.json.decode(note, type=Lost)
@@ -871,8 +891,7 @@ class TestPromises:
         monkeypatch.setattr(side, "_clock", lambda: now[0])
         store(client, side, chunks=1)
         side.new(params=promised(policy, attempt=3))
-        self.until(side, lambda _: client.stat()["leases"])
-        lost = self.lost(client)
+        lost = self.until_lost(client, side)
         assert (lost.lost, lost.attempt, lost.prompt_tokens, lost.missing_tokens) == ("partial", 3, 100, 36)
         assert side.num_matched("r", 0) == (None, False)
         assert side._counters.take()["kv_lost_partial"] == 1
