@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -69,8 +68,7 @@ class Pair:
         """Stop it."""
         if self._desk is not None:
             self._desk.close()
-        with contextlib.suppress(OSError, KeyError):  # it may not have come so far
-            self._stack.resume()
+        self._stack.resume()
         self._stack.stop()
 
     def legs(self, plain: RunningStack) -> Legs:

@@ -126,7 +126,10 @@ class RunningStack:
         self._signal_groups(signal.SIGCONT)
 
     def _signal_groups(self, number: int, *, reverse: bool = False) -> None:
-        processes = list(self._state()["processes"].values())
+        try:
+            processes = list(self._state()["processes"].values())
+        except FileNotFoundError:  # it has ended, or has started nothing yet
+            return
         for process in reversed(processes) if reverse else processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process["pid"], number)
