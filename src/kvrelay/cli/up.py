@@ -130,7 +130,8 @@ async def _serve(settings: UpSettings, plan: Plan, run_dir: Path) -> int:
     from kvrelay.launch.service import Service, curl_line
 
     def announce() -> None:
-        print(f"\nready: {plan.endpoint}\n\n  {curl_line(plan)}\n\nCtrl-C stops everything.", flush=True)
+        line = curl_line(plan, keys=settings.router.keys_file is not None)
+        print(f"\nready: {plan.endpoint}\n\n  {line}\n\nCtrl-C stops everything.", flush=True)
 
     return await Service(settings, Stack(plan, run_dir, _report), _report).run(announce)
 

@@ -135,9 +135,10 @@ async def check_registered(plan: Plan, token: str | None) -> None:
         compat.check(expected, engines)
 
 
-def curl_line(plan: Plan) -> str:
-    """A command that asks the service something."""
+def curl_line(plan: Plan, *, keys: bool = False) -> str:
+    """A command that asks the service something; with ``keys`` as who has put one of them into ``KEY``."""
     question = '[{"role": "user", "content": "What is the capital of France?"}]'
     body = f'{{"model": "{plan.model_name}", "messages": {question}, "max_tokens": 32, "temperature": 0}}'
     url = f"{plan.endpoint}/v1/chat/completions"
-    return f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    key = ' -H "Authorization: Bearer $KEY"' if keys else ""
+    return f"curl {url}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

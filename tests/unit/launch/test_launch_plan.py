@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.launch.core.config import resolve
 from kvrelay.launch.core.placement import bind_cores, give_devices
 from kvrelay.launch.core.plan import MAX_SOCKET_PATH, HostFacts, Plan, ProcessSpec, make_plan, ports_needed
+from kvrelay.launch.service import curl_line
 
 if TYPE_CHECKING:
     from kvrelay.launch.core.settings import UpSettings
@@ -396,3 +398,11 @@ def test_first_tokens_from_p_go_to_the_router_and_engines_show_what_they_add() -
     assert "--first-token" not in spec(usual, "router").argv
     with pytest.raises(ConfigError, match="cannot go on from a prefill engine's token"):
         plan_of({"first_token": "prefill", "connector": "nixl"})
+
+
+def test_the_command_that_is_printed_asks_the_endpoint_and_shows_a_key_where_one_is_needed() -> None:
+    plan = plan_of()
+    open_to_all, with_key = shlex.split(curl_line(plan)), shlex.split(curl_line(plan, keys=True))
+    assert open_to_all[:2] == ["curl", f"{plan.endpoint}/v1/chat/completions"]
+    assert json.loads(open_to_all[-1])["model"] == "tiny"
+    assert [word for word in with_key if word not in open_to_all] == ["Authorization: Bearer $KEY"]
