@@ -42,10 +42,10 @@ class KvCompatibility:
 
         While one of these is away, started again perhaps, nobody else stands in for it.
         """
-        ours = known_as(registered, self._names)
-        self.naming = naming_of(ours or registered)
-        self.can_follow = all(map(takes_parts, ours or registered))
-        apart = strangers(ours or registered)
+        engines = known_as(registered, self._names) or registered
+        self.naming = naming_of(engines)
+        self.can_follow = all(map(takes_parts, engines))
+        apart = strangers(engines)
         pairs: dict[frozenset[str], str] = {}
         for one, other in apart:
             pairs.setdefault(frozenset({one.engine, other.engine}), difference(one, other))
